@@ -1,0 +1,33 @@
+"""Trains PyTorch Lightning modules on Megatron-Core."""
+
+from lightning_mcore.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MCoreError,
+    NotInitializedError,
+)
+from lightning_mcore.layout import Layout
+from lightning_mcore.optimizer import StepStats
+from lightning_mcore.parallel_state import Groups
+from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.stage import Pipeline, Stage
+from lightning_mcore.strategy import MCoreStrategy
+from lightning_mcore.switches import Switch, Switches
+from lightning_mcore.version import __version__
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "Groups",
+    "Layout",
+    "MCoreError",
+    "MCorePrecision",
+    "MCoreStrategy",
+    "NotInitializedError",
+    "Pipeline",
+    "Stage",
+    "StepStats",
+    "Switch",
+    "Switches",
+    "__version__",
+]

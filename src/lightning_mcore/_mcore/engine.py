@@ -1,0 +1,331 @@
+"""Engine calls that build parallel state, wrap chunks, and run schedules and optimizers.
+
+What enters and leaves are plain values, torch modules and process groups; which ranks must call is
+said per function. Everything here exists on megatron-core 0.16.1 and 0.19.2 unless noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    # Missing Apex/TransformerEngine is announced at import, once per module; the run header
+    # states it once instead.
+    warnings.simplefilter("ignore")
+    from megatron.core import __version__ as _engine_version
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import (
+        ChainedOptimizer,
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+        MegatronOptimizer,
+    )
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.layout import Layout
+
+ENGINE_VERSION: str = _engine_version
+MODEL_TYPE = ModelType.encoder_or_decoder
+GROUP_LABEL = "lightning_group"
+"""Key of an engine parameter group that holds the index of the user's parameter group."""
+
+
+class ForwardStep(Protocol):
+    """What a schedule calls for each microbatch on each chunk."""
+
+    def __call__(self, iterator: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        """Returns the chunk's output and the function that makes a loss of it."""
+
+
+def engine_version() -> tuple[int, ...]:
+    """Release numbers of the installed megatron-core, for example ``(0, 16, 1)``."""
+    return tuple(int(part) for part in ENGINE_VERSION.split("+")[0].split(".")[:3] if part.isdigit())
+
+
+def has_te_or_apex() -> bool:
+    """Whether the engine found fused optimizers (TransformerEngine or Apex)."""
+    from megatron.core import optimizer as engine_optimizer
+
+    return not engine_optimizer.USING_PYTORCH_OPTIMIZER
+
+
+# ------------------------------------------------------------------------------ parallel state
+
+
+def init_parallel_state(layout: Layout, *, timeout_minutes: int, instances: int) -> None:
+    """Creates the engine's process groups. Collective over the world."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=instances,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+
+
+def destroy_parallel_state() -> None:
+    """Forgets the engine's process groups and buffers. Every rank calls it."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+
+
+def parallel_state_exists() -> bool:
+    """Whether the engine holds parallel state in this process, ours or another Trainer's."""
+    return bool(parallel_state.model_parallel_is_initialized())
+
+
+def engine_groups() -> dict[str, dist.ProcessGroup]:
+    """The engine's groups of this rank by short name."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "ep": parallel_state.get_expert_model_parallel_group(),
+        "mp": parallel_state.get_model_parallel_group(),
+    }
+
+
+def seed_parallel_rng(seed: int) -> None:
+    """Seeds the engine's RNG tracker: one stream per tensor-parallel rank, one shared.
+
+    The device's default generator is set to ``seed`` as well (the engine does both at once).
+    """
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+# ------------------------------------------------------------------------------ configs
+
+
+def transformer_config_fields() -> dict[str, Any]:
+    """Field names of the engine's TransformerConfig with their defaults where they have one."""
+    return {
+        field.name: (None if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(TransformerConfig)
+    }
+
+
+def native_config(num_layers: int, fields: Mapping[str, Any]) -> TransformerConfig:
+    """A config for chunks without Megatron layers: the schedule only reads its switches.
+
+    Hidden size 1 makes the engine's pipeline tensor shape ``[s, b, h]`` equal ``[s, b, 1]``, so a
+    stage's output can travel as a flat vector whatever its own shape is.
+    """
+    return TransformerConfig(
+        num_layers=num_layers, hidden_size=1, num_attention_heads=1, ffn_hidden_size=1, **fields
+    )
+
+
+def _checked(config_class: type, fields: Mapping[str, Any], argument: str) -> Any:
+    known = {field.name for field in dataclasses.fields(config_class)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ConfigurationError(
+            f"`{argument}` has fields {unknown} that {config_class.__name__} of megatron-core"
+            f" {ENGINE_VERSION} does not know; remove them or install a version that has them."
+        )
+    return config_class(**fields)
+
+
+def ddp_config(fields: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """The engine's DDP config; unknown field names are a ConfigurationError."""
+    return _checked(DistributedDataParallelConfig, fields, "ddp")
+
+
+def optimizer_config(fields: Mapping[str, Any]) -> OptimizerConfig:
+    """The engine's optimizer config; unknown field names are a ConfigurationError."""
+    return _checked(OptimizerConfig, fields, "optimizer")
+
+
+# ------------------------------------------------------------------------------ chunks
+
+
+def to_model_precision(chunk: nn.Module, config: Any) -> nn.Module:
+    """Converts a Megatron chunk to bf16/fp16 where the config asks for it (parameters in place)."""
+    return Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
+
+
+def wrap_ddp(
+    chunks: Sequence[nn.Module], config: Any, ddp_fields: Mapping[str, Any]
+) -> list[nn.Module]:
+    """Wraps chunks in the engine's DDP with contiguous gradient buffers.
+
+    Forward pre-hooks are removed at once: they are wanted from the second iteration on. Only the
+    first chunk is split into buckets (the engine's own rule for interleaved schedules).
+    Collective over the data-parallel groups: parameters are broadcast from data-parallel rank 0.
+    """
+    wrapped: list[nn.Module] = []
+    for index, chunk in enumerate(chunks):
+        ddp = DistributedDataParallel(
+            config, ddp_config(ddp_fields), chunk, disable_bucketing=index > 0
+        )
+        if ddp.use_forward_hook:
+            ddp.disable_forward_pre_hook(param_sync=False)
+        ddp.broadcast_params()
+        wrapped.append(ddp)
+    return wrapped
+
+
+def set_forward_pre_hooks(chunks: Sequence[nn.Module], enabled: bool, *, sync: bool = True) -> None:
+    """Switches the hooks that wait for gathered parameters; off forces a full gather if ``sync``.
+
+    Collective over the data-parallel groups when switching off with ``sync``.
+    """
+    for chunk in chunks:
+        if enabled:
+            chunk.enable_forward_pre_hook()
+        else:
+            chunk.disable_forward_pre_hook(param_sync=sync)
+
+
+def gather_parameters(chunks: Sequence[nn.Module]) -> None:
+    """Gathers every parameter shard now. Collective over the data-parallel groups."""
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+# ------------------------------------------------------------------------------ schedule
+
+
+def set_schedule_hooks(
+    config: Any, chunks: Sequence[nn.Module], optimizer: Any, *, overlap: bool
+) -> None:
+    """Sets, on our copy of the chunks' config, the hooks through which a schedule reaches DDP.
+
+    The engine wants bare callables for one chunk and lists for several. ``no_sync_func`` is only
+    needed where gradients are reduced during the backward pass.
+    """
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = None
+    config.grad_sync_func = None
+    config.param_sync_func = None
+    if overlap:
+        if len(chunks) > 1:
+            config.no_sync_func = [chunk.no_sync for chunk in chunks]
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+        else:
+            config.no_sync_func = chunks[0].no_sync
+
+
+def run_schedule(
+    forward_step: ForwardStep,
+    chunks: Sequence[nn.Module],
+    iterators: Sequence[Any],
+    *,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool,
+) -> list[Any]:
+    """Runs the schedule that fits the parallel state: no pipelining, 1F1B or interleaved 1F1B.
+
+    Collective over the pipeline group (and, in training, the data-parallel groups).
+
+    Returns:
+        What the loss functions gave, in microbatch order on the last stage; empty elsewhere.
+    """
+    one = len(chunks) == 1
+    schedule = get_forward_backward_func()
+    return schedule(  # type: ignore[no-any-return]
+        forward_step_func=forward_step,
+        data_iterator=iterators[0] if one else list(iterators),
+        model=chunks[0] if one else list(chunks),
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def without_sync(chunks: Iterable[nn.Module]) -> list[AbstractContextManager[None]]:
+    """Contexts that keep gradients local, for the earlier batches of an accumulation."""
+    return [chunk.no_sync() for chunk in chunks]
+
+
+# ------------------------------------------------------------------------------ optimizer
+
+
+def build_optimizer(
+    config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Sequence[Sequence[Tensor]]
+) -> MegatronOptimizer:
+    """The engine's Adam or SGD over ``chunks``, its parameter groups kept apart as in ``groups``.
+
+    Each engine group carries the index of the user's group under ``GROUP_LABEL``. ``lr_mult`` is
+    set too, because the engine tells groups apart by it when it loads a checkpoint; nothing else
+    reads it, since the learning rate comes from the user's scheduler.
+    Collective over the world (the engine aligns the groups of all ranks).
+    """
+    overrides = {}
+    for index, params in enumerate(groups):
+        members = {id(param) for param in params}
+        predicate = ParamPredicate(
+            name=f"{GROUP_LABEL}_{index}", fn=lambda param, members=members: id(param) in members
+        )
+        overrides[ParamKey(predicate=predicate)] = {
+            GROUP_LABEL: index,
+            "lr_mult": float(index + 1),
+        }
+    return get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
+
+
+def wrap_torch_optimizer(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig
+) -> MegatronOptimizer:
+    """Lets the engine drive a torch optimizer of any class, without sharding its state.
+
+    Every rank calls it.
+    """
+    if config.bf16 or config.fp16:
+        scaler = None
+        if config.fp16:
+            from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+            scaler = DynamicGradScaler(
+                initial_scale=config.initial_loss_scale,
+                min_scale=config.min_loss_scale,
+                growth_factor=2.0,
+                backoff_factor=0.5,
+                growth_interval=config.loss_scale_window,
+                hysteresis=config.hysteresis,
+            )
+        inner: MegatronOptimizer = Float16OptimizerWithFloat16Params(
+            optimizer, config, scaler, None
+        )
+    else:
+        inner = FP32Optimizer(optimizer, config, None)
+    inner.grad_stats_parallel_group = parallel_state.get_model_parallel_group()
+    inner.tp_group = parallel_state.get_tensor_model_parallel_group()
+    # Chained even when alone, as get_megatron_optimizer does: its step reports the gradient norm
+    # whether or not it clips.
+    return ChainedOptimizer([inner])
+
+
+def reload_main_params(optimizer: MegatronOptimizer) -> None:
+    """Copies model parameters into the optimizer's fp32 main parameters."""
+    optimizer.reload_model_params()
+

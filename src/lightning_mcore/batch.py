@@ -1,0 +1,212 @@
+"""Splits one Lightning batch into the microbatches of a schedule.
+
+Enters: the batch of one data-parallel rank and the numbers of the layout. Leaves: runs, each a
+list of equally sized microbatches that one call of the engine's schedule takes. Pure; every rank of
+a model-parallel group computes the same runs because it holds the same batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_mcore.errors import ConfigurationError
+
+SplitHook = Callable[[Any, int], list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch on its way through the schedule."""
+
+    data: Any
+    size: int
+    """Samples."""
+    is_filler: bool = False
+    """Repeats a real one because the schedule needs more microbatches; its results are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The microbatches of one schedule call, all of the same size."""
+
+    microbatches: tuple[Microbatch, ...]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in each microbatch."""
+        return self.microbatches[0].size
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the size of dim 0 of its first tensor with dimensions; 1 if it has none.
+
+    A batch without tensors is one indivisible sample to the schedule.
+    """
+    return next((t.shape[0] for t in tensors_of(batch) if t.dim() > 0), 1)
+
+
+def plan_training(
+    batch: Any,
+    *,
+    micro_batch_size: int | None,
+    pp: int,
+    interleaved: bool,
+    regular_batch_size: int | None = None,
+    split: SplitHook | None = None,
+) -> Run:
+    """Cuts a training batch into equal microbatches.
+
+    A batch shorter than ``regular_batch_size`` (the last one of an epoch) is cut into smaller
+    microbatches if that comes out even; any other batch must divide.
+
+    Args:
+        batch: Batch of this data-parallel rank.
+        micro_batch_size: Samples; ``None`` means the whole batch without pipelining, else 1.
+        pp: Pipeline size.
+        interleaved: Whether the schedule is interleaved, which takes multiples of ``pp``.
+        regular_batch_size: Samples in a full batch, where one has been seen.
+        split: The user's hook for batches that this module cannot cut.
+
+    Raises:
+        ConfigurationError: If the batch does not divide; on every rank of the layout alike.
+    """
+    samples = batch_size(batch)
+    wanted = micro_batch_size or (samples if pp == 1 else 1)
+    multiple = pp if interleaved else 1
+    if regular_batch_size is not None and samples < regular_batch_size:
+        size = _largest_divisor(samples, wanted, multiple)
+        if size is None:
+            raise ConfigurationError(
+                f"The last batch of the epoch has {samples} samples per data-parallel rank, which"
+                f" cannot be cut into a multiple of `pp` ({pp}) microbatches, as the interleaved"
+                " schedule needs; use drop_last=True in the DataLoader, or a dataset whose size"
+                f" leaves a multiple of {pp}."
+            )
+        wanted = size
+    if samples % wanted:
+        raise ConfigurationError(
+            f"The batch of {samples} samples per data-parallel rank must be a multiple of"
+            f" `micro_batch_size` ({wanted}); use a batch size of"
+            f" {max(samples // wanted, 1) * wanted} or {(samples // wanted + 1) * wanted}, or a"
+            f" `micro_batch_size` that divides {samples}."
+        )
+    count = samples // wanted
+    if count % multiple:
+        raise ConfigurationError(
+            f"`num_microbatches` ({count} = batch of {samples} samples / `micro_batch_size`"
+            f" {wanted}) must be a multiple of `pp` ({pp}) in the interleaved schedule; use a batch"
+            f" size of {(count // pp + 1) * pp * wanted}"
+            + (f" or `micro_batch_size={_largest_divisor(samples, wanted, multiple)}`."
+               if _largest_divisor(samples, wanted, multiple) else ".")
+        )
+    pieces = split_batch(batch, wanted, split)
+    return Run(tuple(Microbatch(piece, wanted) for piece in pieces))
+
+
+def plan_evaluation(
+    batch: Any,
+    *,
+    micro_batch_size: int | None,
+    pp: int,
+    interleaved: bool,
+    split: SplitHook | None = None,
+) -> list[Run]:
+    """Cuts a batch of any size for forward-only schedules: full microbatches, then a smaller one.
+
+    Where the interleaved schedule needs more microbatches than there are, real ones are repeated as
+    fillers, whose results are dropped.
+    """
+    samples = batch_size(batch)
+    size = min(micro_batch_size or (samples if pp == 1 else 1), samples) or 1
+    pieces = split_batch(batch, size, split)
+    full = [Microbatch(piece, size) for piece in pieces[: samples // size]]
+    rest = [Microbatch(piece, samples % size) for piece in pieces[samples // size :]]
+    runs = []
+    for group in (full, rest):
+        if group:
+            missing = -len(group) % pp if interleaved else 0
+            fillers = [dataclasses.replace(group[0], is_filler=True)] * missing
+            runs.append(Run(tuple(group + fillers)))
+    return runs
+
+
+def split_batch(batch: Any, size: int, split: SplitHook | None = None) -> list[Any]:
+    """Cuts ``batch`` along dim 0 into pieces of ``size`` samples, the last one possibly shorter.
+
+    Tensors are cut along dim 0 (views, no copy), and so are sequences with one entry per sample;
+    scalars, strings and other objects go into every piece as they are. Mappings, sequences, named
+    tuples and dataclasses are rebuilt with their own type.
+
+    Raises:
+        ConfigurationError: If tensors disagree about the number of samples.
+    """
+    if split is not None:
+        return list(split(batch, size))
+    samples = batch_size(batch)
+    if size >= samples:
+        return [batch]
+    return [
+        _slice(batch, samples, start, min(start + size, samples))
+        for start in range(0, samples, size)
+    ]
+
+
+def _slice(value: Any, samples: int, start: int, stop: int) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            return value
+        if value.shape[0] != samples:
+            raise ConfigurationError(
+                f"Every tensor of a batch must have the same size in dim 0 to be cut into"
+                f" microbatches, but one has shape {tuple(value.shape)} in a batch of {samples}"
+                " samples; give the LightningModule a method `split_batch(batch,"
+                " micro_batch_size)` that returns the list of microbatches."
+            )
+        return value[start:stop]
+    if isinstance(value, Mapping):
+        return type(value)(  # type: ignore[call-arg]
+            {key: _slice(item, samples, start, stop) for key, item in value.items()}
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: _slice(getattr(value, field.name), samples, start, stop)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, (list, tuple)):
+        if not any(True for _ in tensors_of(value)):
+            return value[start:stop] if len(value) == samples else value
+        items = [_slice(item, samples, start, stop) for item in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested mappings, sequences and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def _largest_divisor(samples: int, at_most: int, multiple: int) -> int | None:
+    """Largest microbatch size <= ``at_most`` that gives a count that is a multiple of it."""
+    for size in range(min(at_most, samples), 0, -1):
+        if samples % size == 0 and (samples // size) % multiple == 0:
+            return size
+    return None

@@ -1,0 +1,173 @@
+"""What the user asked for, as values that check themselves.
+
+Enters: arguments of the strategy and the model's own dimensions. Leaves: frozen dataclasses whose
+fields have the right types and ranges. Relations to the number of ranks are checked in ``layout``,
+relations between switches in ``switches``. Pure; every rank makes the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from lightning_mcore.errors import ConfigurationError
+
+__all__ = ["Auto", "ModelDims", "ParallelSizes", "SwitchRequest"]
+
+Auto: TypeAlias = bool | Literal["auto"]
+"""A switch: ``True`` and ``False`` bind (an error if impossible), ``"auto"`` lets us choose."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSizes:
+    """Into how many ways each axis of the rank grid is cut; data parallelism takes what is left.
+
+    Raises:
+        ConfigurationError: If a size is not an integer of at least 1, or ``vpp`` has no pipeline.
+    """
+
+    tp: int = 1
+    """Tensor parallel ways: ranks that share each layer's matrices. 1 keeps layers whole."""
+    pp: int = 1
+    """Pipeline parallel ways: ranks that hold consecutive layers. 1 runs without a pipeline."""
+    vpp: int | None = None
+    """Model chunks per pipeline rank. ``None`` and 1 mean one chunk (1F1B); 2 or more select the
+    interleaved schedule, which needs ``pp >= 2``."""
+    cp: int = 1
+    """Context parallel ways: ranks that share each sequence. 1 keeps sequences whole."""
+    ep: int = 1
+    """Expert parallel ways: ranks that hold different experts of a layer. 1 keeps them together."""
+    etp: int | None = None
+    """Tensor parallel ways inside each expert. ``None`` means the same as ``tp``, the engine's
+    default; 1 is usually faster for small experts."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep"):
+            _check_count(name, getattr(self, name))
+        for name in ("vpp", "etp"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), or_none=True)
+        if self.vpp is not None and self.vpp > 1 and self.pp == 1:
+            raise ConfigurationError(
+                f"`vpp` ({self.vpp}) chunks per rank need `pp` (1) of at least 2: only a pipeline"
+                f" can be interleaved; use pp=2 or more, or vpp=None."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwitchRequest:
+    """Switches as the user set them; ``switches.resolve_switches`` says what becomes of them.
+
+    Raises:
+        ConfigurationError: If a value has the wrong type or is out of range.
+    """
+
+    sequence_parallel: Auto = "auto"
+    """Shards activations outside the tensor-parallel regions along the sequence, ``tp`` ways.
+    ``"auto"`` turns it on with ``tp > 1`` where the layers can do it."""
+    overlap_grad_reduce: Auto = "auto"
+    """Reduces gradients bucket by bucket during the backward pass. Every parameter must then get a
+    gradient in every step. ``"auto"`` turns it on for Megatron models with ``dp x cp > 1``."""
+    overlap_param_gather: Auto = "auto"
+    """Gathers updated parameters during the next forward pass instead of after the optimizer step.
+    Needs the distributed optimizer and ``overlap_grad_reduce``; ``"auto"`` follows them."""
+    use_distributed_optimizer: Auto = "auto"
+    """Shards optimizer state and main parameters over data-parallel ranks. ``"auto"`` turns it on
+    for Adam and AdamW with ``dp x cp > 1``."""
+    overlap_p2p: Auto = "auto"
+    """Sends activations between pipeline stages while computing. Needs ``vpp >= 2``; ``"auto"``
+    turns it on exactly then."""
+    bucket_size: int | None = None
+    """Parameters (elements) per gradient bucket. ``None`` takes the engine's rule,
+    ``max(40_000_000, 1_000_000 x dp)``."""
+    micro_batch_size: int | None = None
+    """Samples in one pass of the schedule on one data-parallel rank. ``None`` means the whole batch
+    without a pipeline, and 1 with one."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("bucket_size", "micro_batch_size"):
+                if value is not None:
+                    _check_count(field.name, value, or_none=True)
+            elif not (isinstance(value, bool) or value == "auto"):
+                raise ConfigurationError(
+                    f"`{field.name}` ({value!r}) must be True, False or 'auto';"
+                    f" use {field.name}='auto' to let the strategy choose."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDims:
+    """Dimensions of the user's model that parallel sizes must divide; ``None`` means not told."""
+
+    num_layers: int | None = None
+    """Transformer layers (or blocks) in the whole model."""
+    num_attention_heads: int | None = None
+    """Query heads in each attention layer."""
+    num_query_groups: int | None = None
+    """Key/value heads in each attention layer (grouped-query attention)."""
+    num_moe_experts: int | None = None
+    """Experts in each mixture-of-experts layer."""
+    seq_length: int | None = None
+    """Tokens in one sequence, before context or sequence parallelism cuts it."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                _check_count(field.name, value, or_none=True, where=" of `model_dims`")
+
+    @classmethod
+    def from_object(cls, source: object) -> ModelDims:
+        """Reads dimensions from what the user's module declares.
+
+        Args:
+            source: A mapping with any of the field names as keys, an object with any of them as
+                attributes (a TransformerConfig, say), a ``ModelDims``, or ``None`` for nothing.
+
+        Raises:
+            ConfigurationError: If a mapping has other keys, an object has none of the attributes,
+                or a value is not an integer of at least 1.
+        """
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        names = [field.name for field in fields(cls)]
+        found: dict[str, Any]
+        if isinstance(source, Mapping):
+            unknown = sorted(str(key) for key in source if key not in names)
+            if unknown:
+                raise ConfigurationError(
+                    f"`model_dims` has unknown keys {unknown}; use any of {names}."
+                )
+            found = dict(source)
+        else:
+            found = {name: getattr(source, name) for name in names if hasattr(source, name)}
+            if not found:
+                raise ConfigurationError(
+                    f"`model_dims` ({type(source).__name__}) must be a mapping, or an object with"
+                    f" attributes, of model dimensions; use any of {names}."
+                )
+        return cls(**found)
+
+
+def _check_count(name: str, value: object, *, or_none: bool = False, where: str = "") -> None:
+    """Refuses what is not an integer of at least 1; True is an int to Python, but not a size."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        alternative = " or None" if or_none else ""
+        raise ConfigurationError(
+            f"`{name}`{where} ({value!r}) must be an integer of at least 1{alternative};"
+            f" use {name}={_closest_count(value)}{alternative}."
+        )
+
+
+def _closest_count(value: object) -> int:
+    """A count the user may have meant: 2.0 and '2' are close to 2, all else to 1."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return 1
+    return max(1, int(number)) if number == number and number < 2**63 else 1

@@ -1,0 +1,53 @@
+"""Checks that ranks which must draw the same batch do: one wrong sampler is silent otherwise."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_mcore.batch import tensors_of
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.parallel_state import ParallelState
+
+
+def check_same_batch(batch: Any, state: ParallelState) -> None:
+    """Compares this batch within each copy of the model. Collective over the world, over gloo.
+
+    It copies the batch to the host, so it is meant for the first batch only.
+
+    Raises:
+        ConfigurationError: On every rank, naming ranks that should hold the same batch.
+    """
+    layout = state.layout
+    mine = torch.tensor([layout.dp_rank * layout.cp + layout.cp_rank, fingerprint(batch)])
+    gathered = [torch.empty_like(mine) for _ in range(layout.world_size)]
+    dist.all_gather(gathered, mine, group=state.groups.world_cpu)
+    first: dict[int, tuple[int, int]] = {}
+    for rank, pair in enumerate(gathered):
+        copy, print_ = int(pair[0]), int(pair[1])
+        other, expected = first.setdefault(copy, (rank, print_))
+        if print_ != expected:
+            raise ConfigurationError(
+                f"Ranks {other} and {rank} are tensor- or pipeline-parallel peers and must draw the"
+                " same batch, but drew different ones; leave Trainer(use_distributed_sampler=True),"
+                " or build your own sampler with strategy.distributed_sampler_kwargs, and call"
+                " lightning.seed_everything(...) if the data are drawn at random."
+            )
+
+
+def fingerprint(batch: Any) -> int:
+    """A 32-bit checksum of all tensors of a batch, with their shapes and dtypes."""
+    value = 0
+    for tensor in tensors_of(batch):
+        value = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), value)
+        value = zlib.crc32(_bytes(tensor), value)
+    return value
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    host = tensor.detach().cpu().contiguous().reshape(-1)
+    return host.view(torch.uint8).numpy().tobytes() if host.numel() else b""

@@ -1,0 +1,39 @@
+"""Errors raised on purpose by lightning-mcore.
+
+The tree (indented under the class it derives from; the built-in base in brackets lets callers that
+know nothing about this package still catch it)::
+
+    Exception
+        MCoreError                      every error of this package
+            ConfigurationError          settings that cannot work together      [ValueError]
+            CheckpointError             a checkpoint that cannot be used        [RuntimeError]
+            NotInitializedError         something was used before it was built  [RuntimeError]
+
+A message states the relation that was broken, the values that broke it, and a way out, in that
+order::
+
+    `world_size` (6) must be a multiple of `tp` (2) x `pp` (2) x `cp` (1) = 4; use 4 or 8 devices.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "ConfigurationError", "MCoreError", "NotInitializedError"]
+
+
+class MCoreError(Exception):
+    """Base of every error that lightning-mcore raises on purpose."""
+
+
+class ConfigurationError(MCoreError, ValueError):
+    """The settings cannot work with each other, the versions installed or the hardware.
+
+    Every rank raises it with the same message, before any process group exists.
+    """
+
+
+class CheckpointError(MCoreError, RuntimeError):
+    """A checkpoint is missing, incomplete, or does not fit the model that loads it."""
+
+
+class NotInitializedError(MCoreError, RuntimeError):
+    """Process groups, the model or the optimizer were used before they were built."""

@@ -1,0 +1,209 @@
+"""The run header: one block of text that says what will really run, and why.
+
+Enters: the values that the other modules resolved. Leaves: a string, which rank zero prints once.
+Pure.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from lightning_mcore.layout import Layout
+from lightning_mcore.switches import Facts, Switch, Switches
+
+__all__ = ["Batch", "Difference", "format_header"]
+
+WIDTH = 100
+"""Columns of the widest line."""
+
+_LABEL = 15
+"""Columns before the text of a row: indent, label and gap."""
+
+_DTYPES = {
+    "32-true": ("fp32", "fp32 parameters"),
+    "bf16-mixed": ("bf16", "fp32 main parameters"),
+    "bf16-true": ("bf16", "bf16 parameters"),
+    "16-mixed": ("fp16", "fp32 main parameters, dynamic loss scale"),
+}
+"""By precision: dtype of Megatron layers, and what the optimizer updates."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """How samples make one optimizer step, as far as it is known."""
+
+    micro_batch_size: int | None
+    """Samples per pass of the schedule on a data-parallel rank; ``None``: the whole batch with
+    ``pp = 1``, else 1."""
+    samples: int | None = None
+    """Samples in one Lightning batch on a data-parallel rank; ``None``: known at the first one."""
+    accumulate_grad_batches: int = 1
+    """Lightning batches per optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A field of an engine config that differs from what the user passed."""
+
+    field: str
+    """Config and field, for example ``"ddp.bucket_size"``."""
+    given: object
+    """The user's value."""
+    effective: object
+    """What the engine gets."""
+
+
+def format_header(
+    *,
+    versions: Mapping[str, str],
+    layout: Layout,
+    facts: Facts,
+    switches: Switches,
+    batch: Batch,
+    num_parameters: int | None = None,
+    num_parameters_per_rank: int | None = None,
+    differences: Sequence[Difference] = (),
+    max_connections: str | None = None,
+) -> str:
+    """Formats the header, at most 100 columns wide, without a newline at the end.
+
+    Args:
+        versions: Version by package name, in the order to print.
+        layout: Sizes of the rank grid.
+        facts: Precision, hardware and kind of model.
+        switches: What became of every switch.
+        batch: How samples make one optimizer step.
+        num_parameters: Parameters (elements) of the whole model, each counted once.
+        num_parameters_per_rank: The most parameters (elements) that any rank holds.
+        differences: Where engine configs differ from the dictionaries that the user passed.
+        max_connections: ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if unset; shown on GPUs.
+    """
+    lines = [" | ".join(f"{name} {version}" for name, version in versions.items())]
+    lines += _row("layout", _layout_text(layout, facts))
+    lines += _row("batch", _batch_text(batch, layout))
+    lines += _row("precision", _precision_text(facts, switches))
+    if num_parameters is not None:
+        per_rank = (
+            ""
+            if num_parameters_per_rank is None
+            else f", at most {num_parameters_per_rank:,} on a rank"
+        )
+        lines += _row("parameters", f"{num_parameters:,}{per_rank}")
+    if facts.on_gpu:
+        lines += _row("environment", _connections_text(max_connections, layout, facts, switches))
+    lines += _switch_table(switches)
+    if differences:
+        lines.append("  your engine settings that were changed")
+        width = max(len(row.field) for row in differences)
+        for row in differences:
+            text = f"{row.given!r} -> {row.effective!r}"
+            lines += _wrap(f"    {row.field + ':':<{width + 1}} ", text)
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> list[str]:
+    return _wrap(f"  {label}".ljust(_LABEL), text)
+
+
+def _wrap(start: str, text: str) -> list[str]:
+    """Folds ``text`` behind ``start``; later lines are indented to where it began."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_on_hyphens=False,
+    ) or [start.rstrip()]
+
+
+def _layout_text(layout: Layout, facts: Facts) -> str:
+    axes = [("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp), ("dp", layout.dp)]
+    product = " x ".join(f"{name} {size}" for name, size in axes if name != "cp" or size > 1)
+    parts = [f"{product} = {_plural(layout.world_size, 'rank')} on {_device(facts)}"]
+    if layout.pp > 1:
+        chunks = f", vpp {layout.vpp}: {layout.vpp} on each rank" if layout.vpp else ""
+        parts.append(f"{layout.num_stages} stages{chunks}")
+    if layout.ep > 1:
+        parts.append(f"experts: ep {layout.ep} x etp {layout.etp}, {layout.edp} copies of each")
+    return "; ".join(parts)
+
+
+def _batch_text(batch: Batch, layout: Layout) -> str:
+    size = batch.micro_batch_size
+    if size is None and layout.pp > 1:
+        size = 1
+    times = batch.accumulate_grad_batches
+    rule = f", a multiple of pp ({layout.pp})" if layout.vpp else ""
+    if batch.samples is None:
+        how = "1 (the whole batch)" if size is None else f"batch size / micro_batch_size ({size})"
+        again = f"; x accumulate_grad_batches {times}" if times > 1 else ""
+        return f"num_microbatches = {how}{rule}, known at the first batch{again}"
+    size = batch.samples if size is None else size
+    step = f"micro_batch_size {size} x num_microbatches {batch.samples // size}"
+    if times > 1:
+        step += f" x accumulate_grad_batches {times}"
+    total = batch.samples * times * layout.dp
+    return f"{step} x dp {layout.dp} = {_plural(total, 'sample')} per optimizer step"
+
+
+def _precision_text(facts: Facts, switches: Switches) -> str:
+    params, updated = _DTYPES[facts.precision]
+    if facts.native_model and facts.precision.endswith("-mixed"):
+        scale = ", dynamic loss scale" if facts.precision == "16-mixed" else ""
+        return (
+            f"{facts.precision}: fp32 parameters, computing in {params} by autocast, gradients"
+            f" reduced in fp32{scale}"
+        )
+    reduced = "fp32" if switches.grad_reduce_in_fp32.effective else params
+    return (
+        f"{facts.precision}: {params} parameters, gradients reduced in {reduced}, optimizer updates"
+        f" {updated}"
+    )
+
+
+def _connections_text(value: str | None, layout: Layout, facts: Facts, switches: Switches) -> str:
+    """CUDA reads the variable once, at its start, so advice is all that can be given here."""
+    text = f"CUDA_DEVICE_MAX_CONNECTIONS {'unset' if value is None else value}"
+    if layout.tp > 1 and not facts.native_model and value != "1":
+        return (
+            f"{text}; with tp > 1, GPUs before Blackwell overlap tensor-parallel communication"
+            " reliably only with 1, set before the launch"
+        )
+    if layout.tp == 1 and value == "1" and switches.overlap_grad_reduce.effective:
+        return f"{text}; may keep overlap_grad_reduce from hiding anything, unset it if tp = 1"
+    return text
+
+
+def _switch_table(switches: Switches) -> list[str]:
+    """One row for each switch: its name, what the engine gets, what was asked, and why."""
+    rows: list[Switch[bool] | Switch[int | None]] = [
+        getattr(switches, field.name) for field in fields(switches)
+    ]
+    name = max(len(row.name) for row in rows)
+    value = max(len("effective"), *(len(_shown(row.effective)) for row in rows))
+    asked = max(len("requested"), *(len(_asked(row)) for row in rows))
+    lines = [f"  {'switch':<{name}}  {'effective':<{value}}  {'requested':<{asked}}  reason"]
+    for row in rows:
+        start = f"  {row.name:<{name}}  {_shown(row.effective):<{value}}  {_asked(row):<{asked}}  "
+        lines += _wrap(start, row.reason)
+    return lines
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _asked(row: Switch[bool] | Switch[int | None]) -> str:
+    return _shown(row.requested)
+
+
+def _device(facts: Facts) -> str:
+    return "GPU" if facts.on_gpu else "CPU"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

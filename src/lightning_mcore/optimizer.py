@@ -1,0 +1,174 @@
+"""Turns the torch optimizer of ``configure_optimizers`` into the engine's.
+
+The user's optimizer stays what Lightning, LR schedulers and callbacks hold: its parameter groups are
+the settings. The engine's optimizer, which owns gradients, main parameters and state, takes learning
+rate, betas and weight decay from them before every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_mcore._mcore import engine
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.switches import Switches
+
+_COPIED = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov")
+_FLAGS_THE_ENGINE_LACKS = ("amsgrad", "maximize", "differentiable")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Outcome of one optimizer step, the same on every rank."""
+
+    grad_norm: float | None
+    """2-norm of the whole gradient before clipping; ``None`` if the step was skipped."""
+    num_zeros: int | None
+    """Zero gradient entries, where the engine was asked to count them."""
+    skipped: bool
+    """Whether gradients overflowed in fp16, so that no parameter changed."""
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """Which engine optimizer matches: ``adamw``, ``adam``, ``adam_l2``, ``sgd`` or ``other``.
+
+    ``adam`` is torch's Adam without weight decay, where it equals AdamW; ``adam_l2`` adds the decay
+    to the gradient. ``other`` is run by the engine as it is, without sharding its state.
+    """
+    groups = optimizer.param_groups
+    if any(group.get(flag) for group in groups for flag in _FLAGS_THE_ENGINE_LACKS):
+        return "other"
+    if type(optimizer) is torch.optim.AdamW:
+        return "adamw"
+    if type(optimizer) is torch.optim.Adam:
+        if all(group.get("decoupled_weight_decay") for group in groups):
+            return "adamw"
+        return "adam_l2" if any(group["weight_decay"] for group in groups) else "adam"
+    return "sgd" if type(optimizer) is torch.optim.SGD else "other"
+
+
+class EngineOptimizer:
+    """The engine's optimizer, driven by the user's torch optimizer.
+
+    Args:
+        torch_optimizer: From ``configure_optimizers``.
+        chunks: Chunks wrapped in the engine's DDP.
+        fields: Fields of the engine's OptimizerConfig.
+        names: Parameter names by id, for messages.
+
+    Raises:
+        ConfigurationError: If a trainable parameter is in no group of the optimizer.
+    """
+
+    def __init__(
+        self,
+        torch_optimizer: torch.optim.Optimizer,
+        chunks: Sequence[nn.Module],
+        fields: Mapping[str, Any],
+        names: Mapping[int, str],
+    ) -> None:
+        self.kind = optimizer_kind(torch_optimizer)
+        self._torch = torch_optimizer
+        self._chunks = list(chunks)
+        groups = [group["params"] for group in torch_optimizer.param_groups]
+        _check_all_optimized(groups, names)
+        config = engine.optimizer_config({**_engine_fields(self.kind, torch_optimizer), **fields})
+        self.engine = (
+            engine.wrap_torch_optimizer(torch_optimizer, config)
+            if self.kind == "other"
+            else engine.build_optimizer(config, chunks, groups)
+        )
+        self._config = config
+
+    @property
+    def runs_torch_optimizer(self) -> bool:
+        """Whether the engine steps the user's own optimizer object."""
+        return self.kind == "other"
+
+    def zero_grad(self) -> None:
+        """Clears the engine's gradient buffers, before the first batch of an optimizer step."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.engine.zero_grad()
+
+    def step(self, clip_value: float) -> StepStats:
+        """Clips, steps and, with the distributed optimizer, starts gathering parameters.
+
+        Collective over the world.
+
+        Args:
+            clip_value: Largest norm of the whole gradient; 0 does not clip.
+        """
+        self._config.clip_grad = clip_value
+        if not self.runs_torch_optimizer:
+            self._copy_settings()
+        successful, grad_norm, num_zeros = self.engine.step()
+        return StepStats(
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            skipped=not successful,
+        )
+
+    def _copy_settings(self) -> None:
+        for group in self.engine.param_groups:
+            settings = self._torch.param_groups[group[engine.GROUP_LABEL]]
+            group.update({key: settings[key] for key in _COPIED if key in settings and key in group})
+
+
+def _engine_fields(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the engine's config says of the optimizer; per-group values follow at every step."""
+    group = optimizer.param_groups[0]
+    fields: dict[str, Any] = {"optimizer": "sgd" if kind == "sgd" else "adam", "lr": group["lr"]}
+    if "weight_decay" in group:
+        fields["weight_decay"] = group["weight_decay"]
+    if kind == "sgd":
+        fields["sgd_momentum"] = group["momentum"]
+    elif kind != "other":
+        fields["adam_beta1"], fields["adam_beta2"] = group["betas"]
+        fields["adam_eps"] = group["eps"]
+        fields["decoupled_weight_decay"] = kind != "adam_l2"
+    return fields
+
+
+def _check_all_optimized(groups: Sequence[Sequence[Any]], names: Mapping[int, str]) -> None:
+    optimized = {id(param) for params in groups for param in params}
+    missing = [name for key, name in names.items() if key not in optimized]
+    if missing:
+        raise ConfigurationError(
+            f"{len(missing)} trainable parameters are in no group of the optimizer: {missing[:8]};"
+            " add them, or freeze them with requires_grad_(False), since the engine updates every"
+            " parameter that requires a gradient."
+        )
+
+
+def build_training(
+    chunks: Sequence[nn.Module],
+    config: Any,
+    torch_optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    switches: Switches,
+    ddp_fields: Mapping[str, Any],
+    optimizer_fields: Mapping[str, Any],
+) -> tuple[list[nn.Module], EngineOptimizer]:
+    """Wraps chunks in the engine's DDP and builds their optimizer. Collective over the world.
+
+    Args:
+        chunks: In model precision.
+        config: Their config, our own copy; it receives the schedule's hooks.
+        torch_optimizer: From ``configure_optimizers``.
+        names: Trainable parameters by id.
+        switches: Effective values.
+        ddp_fields: Of the engine's DDP config.
+        optimizer_fields: Of the engine's optimizer config.
+    """
+    wrapped = engine.wrap_ddp(chunks, config, ddp_fields)
+    optimizer = EngineOptimizer(torch_optimizer, wrapped, optimizer_fields, names)
+    engine.set_schedule_hooks(
+        config, wrapped, optimizer.engine, overlap=switches.overlap_grad_reduce.effective
+    )
+    return wrapped, optimizer

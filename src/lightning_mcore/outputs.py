@@ -1,0 +1,46 @@
+"""Puts what a step returned for its microbatches back together as one output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_mcore.schedule import MicrobatchOutput
+
+
+def merge_outputs(outputs: Sequence[MicrobatchOutput]) -> Any:
+    """Joins outputs of the same structure, in microbatch order.
+
+    Tensors with dimensions are concatenated along dim 0; scalars are averaged, each weighted with
+    its samples; mappings, lists and tuples are joined entry by entry; anything else becomes a list.
+    A single output is returned as it is, and none at all gives ``None``.
+    """
+    if not outputs:
+        return None
+    if len(outputs) == 1:
+        return outputs[0].value
+    return _merge([output.value for output in outputs], [output.samples for output in outputs])
+
+
+def _merge(values: list[Any], samples: list[int]) -> Any:
+    first = values[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        if first.dim() > 0:
+            return torch.cat(values)
+        weights = torch.tensor(samples, dtype=torch.float64, device=first.device)
+        mean = (torch.stack(values).double() * weights).sum() / weights.sum()
+        return mean.to(first.dtype)
+    if isinstance(first, Mapping):
+        return {key: _merge([value[key] for value in values], samples) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_merge(list(items), samples) for items in zip(*values, strict=True))
+    if isinstance(first, list):
+        if any(isinstance(item, (Tensor, Mapping)) for item in first):
+            return [_merge(list(items), samples) for items in zip(*values, strict=True)]
+        return [item for value in values for item in value]
+    return values

@@ -1,0 +1,149 @@
+"""Process groups of a run: created once the layout is known, handed on as values.
+
+Enters: a layout and an initialised world group. Leaves: a frozen ``ParallelState``. Every rank calls
+every function here.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lightning_mcore._mcore import engine
+from lightning_mcore.layout import Layout
+
+_SEED_STRIDE_PER_STAGE = 100
+"""Distance between the random streams of pipeline stages; Megatron-LM's own choice
+(megatron/training/initialize.py, _set_random_seed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Process groups of this rank. Collectives over them are the caller's responsibility."""
+
+    tp: dist.ProcessGroup
+    """Tensor parallel: ranks that hold shards of the same layers."""
+    pp: dist.ProcessGroup
+    """Pipeline: ranks that hold consecutive stages."""
+    cp: dist.ProcessGroup
+    """Context parallel: ranks that hold parts of the same sequences."""
+    dp: dist.ProcessGroup
+    """Data parallel: ranks with the same weights and different samples."""
+    dp_cp: dist.ProcessGroup
+    """Data and context parallel together: the group that reduces gradients."""
+    ep: dist.ProcessGroup
+    """Expert parallel: ranks that hold different experts."""
+    mp: dist.ProcessGroup
+    """Tensor and pipeline parallel together: one copy of the model."""
+    world_cpu: dist.ProcessGroup
+    """All ranks, over gloo: for decisions on the host that must not wait for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelState:
+    """Layout and groups of a run."""
+
+    layout: Layout
+    groups: Groups
+    seed: int
+    """Base of all random streams, the same on every rank."""
+
+
+def init_parallel_state(
+    layout: Layout, *, device: torch.device, timeout_s: float, instances: int
+) -> ParallelState:
+    """Creates the engine's groups, warms up the pipeline's connections and seeds random streams.
+
+    Collective over the world.
+    """
+    if engine.parallel_state_exists():
+        # Another Trainer of this process left without teardown; its groups cannot be reused.
+        engine.destroy_parallel_state()
+    engine.init_parallel_state(
+        layout, timeout_minutes=max(1, round(timeout_s / 60)), instances=instances
+    )
+    world_cpu = (
+        dist.group.WORLD
+        if dist.get_backend() == "gloo"
+        else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    )
+    assert world_cpu is not None
+    groups = Groups(**engine.engine_groups(), world_cpu=world_cpu)
+    if layout.pp > 1:
+        _warm_up_pipeline(groups.pp, device)
+    return ParallelState(layout, groups, _agree_on_seed(layout, world_cpu))
+
+
+def destroy_parallel_state(state: ParallelState, *, graceful: bool) -> None:
+    """Destroys the model-parallel groups. The world group stays, as with Lightning's strategies.
+
+    Args:
+        state: What ``init_parallel_state`` gave.
+        graceful: Whether to release communicators, which waits for other ranks; not after an error,
+            when others may be stuck in a collective.
+    """
+    if graceful and dist.is_initialized():
+        seen = {id(dist.group.WORLD)}
+        for name in Groups.__dataclass_fields__:
+            group = getattr(state.groups, name)
+            if id(group) not in seen:
+                seen.add(id(group))
+                dist.destroy_process_group(group)
+    engine.destroy_parallel_state()
+
+
+def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:
+    """Seeds the engine's random streams for building a stage, or (``None``) for running.
+
+    The stream of the host's default generator, from which users draw data, is left where it was.
+    """
+    host = torch.get_rng_state()
+    offset = state.layout.pp_rank if stage_index is None else 1 + stage_index
+    engine.seed_parallel_rng(state.seed + _SEED_STRIDE_PER_STAGE * offset)
+    torch.set_rng_state(host)
+
+
+def _agree_on_seed(layout: Layout, world_cpu: dist.ProcessGroup) -> int:
+    """The run's seed: Lightning's global one, else rank zero's choice.
+
+    Without a global seed the host's generators are set too: the same within a copy of the model,
+    whose ranks must draw the same data, and different between copies.
+    """
+    given = os.environ.get("PL_GLOBAL_SEED")
+    if given is not None:
+        return int(given)
+    chosen = torch.tensor([torch.initial_seed() % 2**31], dtype=torch.int64)
+    dist.broadcast(chosen, 0, group=world_cpu)
+    seed = int(chosen)
+    copy_seed = (seed + layout.dp_rank) % 2**31
+    torch.manual_seed(copy_seed)
+    random.seed(copy_seed)
+    np.random.seed(copy_seed)  # noqa: NPY002 - users draw from the global generator
+    return seed
+
+
+def _warm_up_pipeline(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Opens every connection between neighbouring stages in one fixed order.
+
+    Unbatched P2P creates a communicator of two ranks at first use; when stages first meet in
+    different orders, NCCL deadlocks (NVIDIA/Megatron-LM#5240). With two stages the engine uses the
+    world group for one direction (pipeline_parallel/p2p_communication.py, _p2p_ops), so that one is
+    opened too.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    me = dist.get_rank()
+    world = dist.group.WORLD
+    for over in [group, world] if len(ranks) == 2 else [group]:
+        for position, source in enumerate(ranks):
+            target = ranks[(position + 1) % len(ranks)]
+            token = torch.zeros(1, device=device)
+            if me == source:
+                dist.send(token, target, group=over)
+            elif me == target:
+                dist.recv(token, source, group=over)

@@ -1,0 +1,299 @@
+"""The model of one fit or evaluation: chunks wrapped for the engine, their optimizer and schedule.
+
+Enters: chunks, resolved switches, precision. Leaves: the outcome of steps, the same on every rank.
+Every rank of the world calls every method.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mcore import _lightning
+from lightning_mcore._mcore import engine
+from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.optimizer import EngineOptimizer, StepStats
+from lightning_mcore.outputs import merge_outputs
+from lightning_mcore.parallel_state import ParallelState
+from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.schedule import StepFunction, StepRunner
+from lightning_mcore.stage import Pipeline
+from lightning_mcore.step_log import LOSS, LogExchange, StepLog
+from lightning_mcore.switches import Switches
+
+
+@dataclass(kw_only=True)
+class ModelRun:
+    """What a Trainer's fit, validate, test or predict runs on."""
+
+    module: pl.LightningModule
+    pipeline: Pipeline | None
+    """``None`` for a plain LightningModule, which is its own single chunk."""
+    inner: list[nn.Module]
+    """Chunks as the user built them: what checkpoints name."""
+    chunks: list[nn.Module]
+    """The same chunks in model precision and, when fitting, in the engine's DDP."""
+    state: ParallelState
+    switches: Switches
+    precision: MCorePrecision
+    device: torch.device
+    micro_batch_size: int | None
+    seq_length: int | None = None
+    optimizer: EngineOptimizer | None = None
+    stats: StepStats | None = None
+    _runner: StepRunner = field(init=False)
+    _exchange: LogExchange = field(init=False)
+    _regular_batch_size: int | None = None
+    _starts_accumulation: bool = True
+    _hooks_wanted: bool = False
+    _hooks_on: bool = False
+
+    def __post_init__(self) -> None:
+        layout = self.state.layout
+        native = self.is_native
+        self._runner = StepRunner(
+            self.pipeline,
+            self.chunks,
+            device=self.device,
+            step_context=lambda: self.precision.step_context(self.device, native=native),
+            seq_length=self.seq_length,
+        )
+        self._exchange = LogExchange(
+            self.state.groups.world_cpu,
+            is_source=layout.is_last_stage and layout.tp_rank == 0,
+            device=self.device,
+        )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the model is made of plain torch modules rather than Megatron layers."""
+        return self.pipeline is None or self.pipeline.native
+
+    def train_step(self, step: StepFunction, batch: Any, *, accumulate: int, sync: bool) -> Any:
+        """Forward and backward of one batch, and its log.
+
+        Args:
+            step: The user's training step on one microbatch.
+            batch: Batch of this data-parallel rank.
+            accumulate: Batches per optimizer step.
+            sync: Whether this is the last batch of the accumulation.
+
+        Returns:
+            The loss, averaged over microbatches and data-parallel ranks; on the last stage in a
+            dict with whatever else the step returned.
+        """
+        assert self.optimizer is not None, "fit builds the optimizer before the first step"
+        if self._starts_accumulation:
+            self.optimizer.zero_grad()
+            self._starts_accumulation = False
+        layout = self.state.layout
+        run = plan_training(
+            batch,
+            micro_batch_size=self.micro_batch_size,
+            pp=layout.pp,
+            interleaved=layout.vpp is not None,
+            regular_batch_size=self._regular_batch_size,
+            split=getattr(self.module, "split_batch", None),
+        )
+        samples = batch_size(batch)
+        self._regular_batch_size = max(samples, self._regular_batch_size or 0)
+        log = StepLog(self._metric_path)
+        with _lightning.capture_logs(self.module, log.log):
+            outputs = self._runner.train(step, run, log, loss_scale=1.0 / accumulate, sync=sync)
+        loss = self._emit(log)
+        assert loss is not None, "the last stage adds a loss for every microbatch"
+        merged = merge_outputs(outputs)
+        if isinstance(merged, Mapping):
+            return {**merged, "loss": loss}
+        return loss
+
+    def evaluation_step(self, step: StepFunction, batch: Any) -> Any:
+        """Forward of one batch and its log.
+
+        Returns:
+            What the step returned, joined over microbatches, on the last stage; ``None`` elsewhere.
+        """
+        layout = self.state.layout
+        runs = plan_evaluation(
+            batch,
+            micro_batch_size=self.micro_batch_size,
+            pp=layout.pp,
+            interleaved=layout.vpp is not None,
+            split=getattr(self.module, "split_batch", None),
+        )
+        log = StepLog(self._metric_path)
+        with _lightning.capture_logs(self.module, log.log):
+            outputs = self._runner.evaluate(step, runs, log)
+        self._emit(log)
+        return merge_outputs(outputs)
+
+    def optimizer_step(self) -> StepStats:
+        """Steps the engine's optimizer with the gradients of the last ``train_step``."""
+        assert self.optimizer is not None, "fit builds the optimizer before the first step"
+        self.stats = self.optimizer.step(self.precision.clip_value)
+        self._starts_accumulation = True
+        if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
+            # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks
+            # have fired once, the order of parameters is not known.
+            self._hooks_wanted = True
+            self.set_hooks(True)
+        return self.stats
+
+    def set_hooks(self, on: bool) -> None:
+        """Switches the forward hooks that wait for gathered parameters, where they are in use.
+
+        Switching off gathers all parameters first: evaluation and anything that reads weights needs
+        them whole. Collective over the data-parallel groups.
+        """
+        if self._hooks_wanted and on != self._hooks_on:
+            engine.set_forward_pre_hooks(self.chunks, on)
+            self._hooks_on = on
+
+    def gather_parameters(self) -> None:
+        """Makes parameters whole on every rank without touching the hooks."""
+        if self._hooks_on:
+            engine.gather_parameters(self.chunks)
+
+    def _metric_path(self, metric: nn.Module) -> str:
+        for path, candidate in self.module.named_modules():
+            if candidate is metric:
+                return path
+        # Lightning's own check explains how to register the metric.
+        return ""
+
+    def _emit(self, log: StepLog) -> Tensor | None:
+        """Logs what all ranks agreed on through Lightning; returns the loss."""
+        loss = None
+        for logged in self._exchange(log):
+            if logged.key.name == LOSS:
+                loss = logged.value
+                continue
+            settings = dict(logged.key.settings)
+            if logged.key.metric is not None:
+                metric = self.module.get_submodule(logged.key.metric)
+                self.module.log(logged.key.name, metric, **settings)
+                continue
+            self.module.log(
+                logged.key.name,
+                logged.value,
+                reduce_fx=logged.key.reduction,
+                batch_size=logged.weight,
+                **settings,
+            )
+        return loss
+
+
+def wrap_chunks(
+    inner: Sequence[nn.Module],
+    pipeline: Pipeline | None,
+    precision: MCorePrecision,
+) -> tuple[list[nn.Module], Any]:
+    """Converts chunks to model precision; returns them with a copy of their config.
+
+    The copy is what the engine's DDP and schedule change, so that the user's config stays as it is.
+    """
+    config = copy.copy(inner[0].config)
+    if pipeline is not None and not pipeline.native:
+        return [engine.to_model_precision(chunk, config) for chunk in inner], config
+    return [precision.convert_native(chunk) for chunk in inner], config
+
+
+def trainable_names(chunks: Sequence[nn.Module]) -> dict[int, str]:
+    """Names of trainable parameters by id."""
+    return {
+        id(param): f"chunk {index}: {name}" if len(chunks) > 1 else name
+        for index, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+        if param.requires_grad
+    }
+
+
+_DDP_FIELDS_OF_ARGUMENTS = (
+    "overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "bucket_size",
+)
+_OPTIMIZER_FIELDS_OF_TORCH = (
+    "optimizer", "lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
+    "sgd_momentum", "decoupled_weight_decay", "bf16", "fp16", "params_dtype",
+    "use_distributed_optimizer", "overlap_param_gather",
+)
+
+
+def ddp_fields(switches: Switches, user: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the engine's DDP config: the switches, and the user's further ones.
+
+    Raises:
+        ConfigurationError: If the user's fields contain one that is an argument of the strategy.
+    """
+    check_ddp_fields(user)
+    return {
+        **{name: getattr(switches, name).effective for name in _DDP_FIELDS_OF_ARGUMENTS},
+        "grad_reduce_in_fp32": switches.grad_reduce_in_fp32.effective,
+        **user,
+    }
+
+
+def check_ddp_fields(user: Mapping[str, Any]) -> None:
+    """Refuses fields that have an argument of their own."""
+    double = sorted(set(user) & set(_DDP_FIELDS_OF_ARGUMENTS))
+    if double:
+        raise ConfigurationError(
+            f"`ddp` sets {double}, which MCoreStrategy takes as arguments of the same name; set them"
+            " there, where they are checked against the other switches."
+        )
+
+
+def check_optimizer_fields(user: Mapping[str, Any]) -> None:
+    """Refuses fields that the torch optimizer, the Trainer or a switch decides."""
+    double = sorted(set(user) & set(_OPTIMIZER_FIELDS_OF_TORCH))
+    if double:
+        raise ConfigurationError(
+            f"`optimizer` sets {double}, which come from configure_optimizers, Trainer(precision=,"
+            " gradient_clip_val=) and the strategy's own arguments; set them there."
+        )
+
+
+def optimizer_fields(
+    switches: Switches, precision: MCorePrecision, user: Mapping[str, Any], *, native: bool
+) -> dict[str, Any]:
+    """Fields of the engine's optimizer config: the switches, dtypes, and the user's further ones."""
+    check_optimizer_fields(user)
+    return {
+        "use_distributed_optimizer": switches.use_distributed_optimizer.effective,
+        "overlap_param_gather": switches.overlap_param_gather.effective,
+        # torch.amp.GradScaler's start; the engine's 2**32 skips the first dozens of steps.
+        "initial_loss_scale": 2.0**16,
+        **precision.optimizer_fields(native=native),
+        **user,
+    }
+
+
+def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple[int, int]:
+    """Parameters of the whole model, each counted once, and of the fullest rank.
+
+    Collective over the world, over gloo.
+    """
+    layout = state.layout
+    mine = total = 0
+    for chunk in chunks:
+        for param in chunk.parameters():
+            mine += param.numel()
+            expert = not getattr(param, "allreduce", True)
+            first_copy = layout.cp_rank == 0 and layout.dp_rank < (layout.ep if expert else 1)
+            split = bool(getattr(param, "tensor_model_parallel", False)) or layout.tp_rank == 0
+            # A tied output layer is a second copy of the first stage's embedding.
+            tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
+            if first_copy and split and not tied_copy:
+                total += param.numel()
+    summed = torch.tensor([total])
+    largest = torch.tensor([mine])
+    dist.all_reduce(summed, group=state.groups.world_cpu)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.groups.world_cpu)
+    return int(summed), int(largest)

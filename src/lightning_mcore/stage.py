@@ -1,0 +1,198 @@
+"""The model as the user's step sees it: one call that runs this rank's part of the pipeline.
+
+Enters: chunks built by the user's factory. Leaves: a ``Pipeline`` module; calling it in a step runs
+the chunk whose turn it is, and on every stage but the last ends the step there. Each rank builds its
+own chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mcore.errors import ConfigurationError, NotInitializedError
+from lightning_mcore.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Position of one model chunk in the pipeline."""
+
+    index: int
+    """0 for the chunk that takes the input, ``count - 1`` for the one that gives the output."""
+    count: int
+    """Chunks in the whole pipeline: ``pp * (vpp or 1)``."""
+    vp_stage: int | None
+    """Index of the chunk among this rank's chunks; ``None`` without interleaving."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the chunk takes the model's input (``pre_process`` in the engine)."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk gives the model's output (``post_process`` in the engine)."""
+        return self.index == self.count - 1
+
+
+def stages_of(layout: Layout) -> list[Stage]:
+    """This rank's stages in the order in which a microbatch visits them."""
+    chunks = layout.vpp or 1
+    return [
+        Stage(
+            index=chunk * layout.pp + layout.pp_rank,
+            count=layout.pp * chunks,
+            vp_stage=chunk if layout.vpp else None,
+        )
+        for chunk in range(chunks)
+    ]
+
+
+class StageEnd(BaseException):
+    """Ends a step at the model call on a stage that is not the last.
+
+    A ``BaseException`` so that an ``except Exception`` in the user's step does not catch it.
+    """
+
+    def __init__(self, output: Tensor | None) -> None:
+        super().__init__()
+        self.output = output
+
+
+class ModelCall(StageEnd):
+    """Ends a step at the model call without running anything, to see the call's arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(None)
+        self.args_of_call = args
+        self.kwargs_of_call = kwargs
+
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+@runtime_checkable
+class ShapesActivations(Protocol):
+    """A chunk that knows itself what travels between stages."""
+
+    def activation_shape(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+        """Returns the sequence length and micro-batch size that the engine allocates for."""
+
+
+class Pipeline(nn.Module):
+    """This rank's chunks of a model, called like the whole model.
+
+    Within a step the call runs the chunk whose turn it is. On a stage that is not the last, the call
+    does not return: its output goes to the next stage and the step's remaining code is not run.
+
+    Outside a step it can be called only where the whole model is on this rank.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], stages: Sequence[Stage], *, native: bool):
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        self.stages = tuple(stages)
+        self.native = native
+        self._handler: Handler | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the chunk whose turn it is with the arguments of the whole model."""
+        if self._handler is not None:
+            return self._handler(args, kwargs)
+        if self.stages[0].count > 1:
+            raise NotInitializedError(
+                f"The model is cut into {self.stages[0].count} stages, of which this rank holds"
+                f" {[stage.index for stage in self.stages]}; call it only inside training_step,"
+                " validation_step, test_step or predict_step, where the schedule runs all stages."
+            )
+        return self.chunks[0](*args, **kwargs)
+
+    @contextmanager
+    def handling(self, handler: Handler) -> Iterator[None]:
+        """Routes calls of the model to ``handler`` for the duration of one microbatch."""
+        self._handler = handler
+        try:
+            yield
+        finally:
+            self._handler = None
+
+    def activation_shape(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+        """Sequence length and micro-batch size of the tensors sent between stages."""
+        chunk = self.chunks[0]
+        if isinstance(chunk, ShapesActivations):
+            return chunk.activation_shape(args, kwargs)
+        return _shape_from_tokens(args, kwargs)
+
+
+def run_chunk(
+    chunk: nn.Module, *, is_last: bool, drop_output: bool = False
+) -> tuple[Handler, Callable[[], bool]]:
+    """A handler that runs ``chunk`` once, and a function that tells whether it did.
+
+    Args:
+        chunk: The wrapped chunk.
+        is_last: Whether the code after the model call is to run.
+        drop_output: Ends the step after the call even on the last stage (for filler microbatches).
+    """
+    called = False
+
+    def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal called
+        if called:
+            raise ConfigurationError(
+                "The model is called twice in one step, but a pipeline stage runs once per"
+                " microbatch; call it once and share its output, or use pp=1."
+            )
+        called = True
+        output = chunk(*args, **kwargs)
+        if not is_last or drop_output:
+            raise StageEnd(output)
+        return output
+
+    return handler, lambda: called
+
+
+def observe_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A handler that ends the step with the arguments of the model call."""
+    raise ModelCall(args, kwargs)
+
+
+def _shape_from_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Reads ``[b, s]`` from the token ids of the call (the first integer tensor of two dims)."""
+    for value in (*args, *kwargs.values()):
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == 2
+            and not value.dtype.is_floating_point
+            and value.dtype != torch.bool
+        ):
+            return value.shape[1], value.shape[0]
+    raise ConfigurationError(
+        "The sequence length cannot be read from the model call, which has no integer tensor of"
+        " shape [b, s] among its arguments; give it as MCoreStrategy(seq_length=...)."
+    )
+
+
+def check_fields_used(config: Any, fields: Mapping[str, Any]) -> None:
+    """Checks that a chunk's config carries what the strategy decided.
+
+    Raises:
+        ConfigurationError: Naming each field with both values.
+    """
+    differing = {
+        name: (getattr(config, name), value)
+        for name, value in fields.items()
+        if hasattr(config, name) and getattr(config, name) != value
+    }
+    if differing:
+        listed = ", ".join(f"{n} ({has!r}, needed {want!r})" for n, (has, want) in differing.items())
+        raise ConfigurationError(
+            f"The chunk's config differs from what the strategy decided: {listed}; pass the factory's"
+            " `**fields` on to TransformerConfig(..., **fields) and set these through MCoreStrategy."
+        )
