@@ -26,9 +26,14 @@ def gpt_chunk(
 ) -> GPTModel:
     """One chunk of a GPT with ``layers`` layers in all; the defaults give the whole model."""
     if experts:
-        fields = {**fields, "num_moe_experts": experts, "moe_router_topk": 2,
-                  "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
-                  "add_bias_linear": False}
+        fields = {
+            **fields,
+            "num_moe_experts": experts,
+            "moe_router_topk": 2,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+            "add_bias_linear": False,
+        }
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -61,7 +66,11 @@ class GPT(L.LightningModule):
     """An ordinary LightningModule around a Megatron GPT."""
 
     def __init__(
-        self, tied: bool = False, lr: float = 1e-2, optimizer: str = "AdamW", layers: int = LAYERS,
+        self,
+        tied: bool = False,
+        lr: float = 1e-2,
+        optimizer: str = "AdamW",
+        layers: int = LAYERS,
         experts: int | None = None,
     ) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Trains PyTorch Lightning modules on Megatron-Core."""
 
+from lightning_mcore._lightning import register_strategies as _register_strategies
 from lightning_mcore.errors import (
     CheckpointError,
     ConfigurationError,
@@ -31,3 +32,5 @@ __all__ = [
     "Switches",
     "__version__",
 ]
+
+_register_strategies(MCoreStrategy)

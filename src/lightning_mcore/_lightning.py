@@ -6,13 +6,15 @@ Everything else in this package uses Lightning's public surface.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -20,7 +22,11 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -52,6 +58,12 @@ def reduce_tensor(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Ten
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
+def set_rank_zero(global_rank: int) -> None:
+    """Tells Lightning's ``rank_zero_*`` functions which rank this is, as its strategies do."""
+    # One function object under both names; `rank` is an attribute that its type does not declare.
+    vars(rank_zero_only)["rank"] = global_rank
+
+
 @contextmanager
 def capture_logs(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """Sends ``self.log`` of this one module to ``log(**arguments)`` for the duration of a step.
@@ -74,3 +86,51 @@ def capture_logs(module: pl.LightningModule, log: Callable[..., None]) -> Iterat
 def run_closure(precision: Precision, module: Any, optimizer: Any, closure: Any) -> Any:
     """Runs the step's closure and the hooks before the optimizer step, without stepping."""
     return precision._wrap_closure(module, optimizer, closure)
+
+
+def agree_on_sigterm(trainer: pl.Trainer, world_cpu: dist.ProcessGroup) -> None:
+    """Lets ranks tell each other of a SIGTERM over gloo instead of through the device.
+
+    Lightning broadcasts a flag on the device and reads it with ``.item()`` before every batch
+    (loops/training_epoch_loop.py, _broadcast_sigterm_tensor), which waits for all queued work
+    (Lightning-AI/pytorch-lightning#21487). The method of this one loop is replaced; any rank's
+    signal counts, not only rank zero's.
+    """
+
+    def agree() -> None:
+        received = torch.tensor(int(trainer.received_sigterm))
+        dist.all_reduce(received, op=dist.ReduceOp.MAX, group=world_cpu)
+        if int(received):
+            raise SIGTERMException
+
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
+
+
+def hold_step_schedulers(configs: Sequence[LRSchedulerConfig]) -> Callable[[], None]:
+    """Keeps schedulers that step every batch from stepping once; returns what undoes it.
+
+    Lightning steps a scheduler when the batch index is a multiple of its ``frequency``
+    (loops/training_epoch_loop.py, _update_learning_rates), which has no other way to be told.
+    """
+    held = [(config, config.frequency) for config in configs if config.interval == "step"]
+    for config, _ in held:
+        config.frequency = sys.maxsize
+
+    def release() -> None:
+        for config, frequency in held:
+            config.frequency = frequency
+
+    return release
+
+
+def register_strategies(strategy: type[pl.strategies.Strategy]) -> None:
+    """Makes ``Trainer(strategy="mcore")`` and ``"mcore_cpu"`` work after importing this package."""
+    StrategyRegistry.register("mcore", strategy, "Megatron-Core, data parallel")
+    StrategyRegistry.register(
+        "mcore_cpu",
+        strategy,
+        "Megatron-Core, data parallel, over gloo",
+        process_group_backend="gloo",
+    )

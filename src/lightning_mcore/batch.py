@@ -101,8 +101,11 @@ def plan_training(
             f"`num_microbatches` ({count} = batch of {samples} samples / `micro_batch_size`"
             f" {wanted}) must be a multiple of `pp` ({pp}) in the interleaved schedule; use a batch"
             f" size of {(count // pp + 1) * pp * wanted}"
-            + (f" or `micro_batch_size={_largest_divisor(samples, wanted, multiple)}`."
-               if _largest_divisor(samples, wanted, multiple) else ".")
+            + (
+                f" or `micro_batch_size={_largest_divisor(samples, wanted, multiple)}`."
+                if _largest_divisor(samples, wanted, multiple)
+                else "."
+            )
         )
     pieces = split_batch(batch, wanted, split)
     return Run(tuple(Microbatch(piece, wanted) for piece in pieces))

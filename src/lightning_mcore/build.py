@@ -18,39 +18,9 @@ from lightning_mcore.layout import Layout
 from lightning_mcore.parallel_state import ParallelState, seed_stage
 from lightning_mcore.sequential import BoundaryShapes, SequentialChunk, cut_blocks
 from lightning_mcore.stage import Pipeline, Stage, check_fields_used, stages_of
-from lightning_mcore.switches import Switches
 
 Factory = Callable[..., nn.Module]
 """``factory(stage, **fields) -> chunk``: builds the part of the model that ``stage`` names."""
-
-
-def model_fields(
-    layout: Layout, switches: Switches, dtypes: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """The fields of the engine's TransformerConfig that the strategy decides."""
-    fields: dict[str, Any] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": switches.sequence_parallel.effective,
-        "overlap_p2p_comm": switches.overlap_p2p.effective,
-        "batch_p2p_comm": switches.batch_p2p.effective,
-        "deallocate_pipeline_outputs": switches.deallocate_pipeline_outputs.effective,
-        **dtypes,
-    }
-    if device.type == "cpu":
-        # Fused kernels exist for GPUs only; weights made on the host are the same for any tp.
-        fields |= {
-            "use_cpu_initialization": True,
-            "gradient_accumulation_fusion": False,
-            "masked_softmax_fusion": False,
-            "persist_layer_norm": False,
-            "bias_dropout_fusion": False,
-        }
-    return fields
 
 
 def build_pipeline(
@@ -72,7 +42,7 @@ def build_pipeline(
     if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
         chunks = _cut_sequential(list(model), stages, state.layout, fields)
         return _remember(Pipeline(chunks, stages, native=True), state, None)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) or not callable(model):
         raise ConfigurationError(
             f"strategy.build takes a factory, an nn.Sequential or a list of blocks, but got"
             f" {type(model).__name__}; give a function factory(stage, **fields) that builds one"
@@ -103,8 +73,8 @@ def _call_factory(
                 chunk = factory(stage, **fields)
             except (ValueError, AssertionError) as error:
                 raise ConfigurationError(
-                    f"megatron-core {engine.ENGINE_VERSION} refuses stage {stage.index} of the model"
-                    f" under {_sizes(state.layout)}: {error}"
+                    f"megatron-core {engine.ENGINE_VERSION} refuses stage {stage.index} of the"
+                    f" model under {_sizes(state.layout)}: {error}"
                 ) from error
         if not isinstance(chunk, nn.Module) or not hasattr(chunk, "set_input_tensor"):
             raise ConfigurationError(
@@ -118,12 +88,11 @@ def _call_factory(
     return chunks
 
 
-def rebuild_pipeline(
-    pipeline: Pipeline, state: ParallelState, fields: Mapping[str, Any]
-) -> None:
+def rebuild_pipeline(pipeline: Pipeline, state: ParallelState, fields: Mapping[str, Any]) -> None:
     """Builds the chunks anew under the groups of this run and gives them their old weights.
 
-    Megatron layers hold process groups, and those of an earlier ``fit`` of the same module are gone.
+    Megatron layers hold process groups, and those of an earlier ``fit`` of the same module are
+    gone.
 
     Raises:
         ConfigurationError: If the module was built for other stages.
@@ -149,8 +118,12 @@ def rebuild_pipeline(
 def _cut_sequential(
     blocks: list[nn.Module], stages: Sequence[Stage], layout: Layout, fields: Mapping[str, Any]
 ) -> list[nn.Module]:
-    parallel = [n for b in blocks for n, p in b.named_parameters()
-                if getattr(p, "tensor_model_parallel", False)]
+    parallel = [
+        n
+        for b in blocks
+        for n, p in b.named_parameters()
+        if getattr(p, "tensor_model_parallel", False)
+    ]
     if layout.tp > 1 and not parallel:
         raise ConfigurationError(
             f"`tp` ({layout.tp}) cannot split plain torch blocks; use tp=1 for an nn.Sequential, or"
@@ -161,9 +134,7 @@ def _cut_sequential(
     shapes = BoundaryShapes(blocks, ranges) if count > 1 else None
     config = engine.native_config(max(count, layout.pp), {**fields, "sequence_parallel": False})
     return [
-        SequentialChunk(
-            blocks, ranges[stage.index], stage, config, engine.MODEL_TYPE, shapes
-        )
+        SequentialChunk(blocks, ranges[stage.index], stage, config, engine.MODEL_TYPE, shapes)
         for stage in stages
     ]
 
@@ -171,8 +142,8 @@ def _cut_sequential(
 class PlainChunk(nn.Module):
     """A whole LightningModule as the single chunk of an unsplit model.
 
-    The wrapped module is not called through this chunk; the schedule runs its step, and the engine's
-    DDP finds its parameters.
+    The wrapped module is not called through this chunk; the schedule runs its step, and the
+    engine's DDP finds its parameters.
     """
 
     share_embeddings_and_output_weights = False
@@ -239,8 +210,8 @@ def find_model(
             raise ConfigurationError(
                 f"A LightningModule without Megatron layers runs at tp = pp = cp = ep = 1, but the"
                 f" layout is {_sizes(layout)}; in configure_model, set self.model ="
-                " self.trainer.strategy.build(...) with a factory of Megatron chunks (tp, pp, ep) or"
-                " an nn.Sequential (pp)."
+                " self.trainer.strategy.build(...) with a factory of Megatron chunks (tp, pp, ep)"
+                " or an nn.Sequential (pp)."
             )
         return None, [PlainChunk(module, fields_of(True))]
     pipeline = found[0]
@@ -253,4 +224,6 @@ def find_model(
 
 def _sizes(layout: Layout) -> str:
     vpp = f" x vpp {layout.vpp}" if layout.vpp else ""
-    return f"tp {layout.tp} x pp {layout.pp}{vpp} x cp {layout.cp} x dp {layout.dp} (ep {layout.ep})"
+    return (
+        f"tp {layout.tp} x pp {layout.pp}{vpp} x cp {layout.cp} x dp {layout.dp} (ep {layout.ep})"
+    )

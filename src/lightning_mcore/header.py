@@ -135,17 +135,21 @@ def _batch_text(batch: Batch, layout: Layout) -> str:
     if size is None and layout.pp > 1:
         size = 1
     times = batch.accumulate_grad_batches
-    rule = f", a multiple of pp ({layout.pp})" if layout.vpp else ""
+    factors = (f"accumulate_grad_batches {times} x " if times > 1 else "") + f"dp {layout.dp}"
     if batch.samples is None:
-        how = "1 (the whole batch)" if size is None else f"batch size / micro_batch_size ({size})"
-        again = f"; x accumulate_grad_batches {times}" if times > 1 else ""
-        return f"num_microbatches = {how}{rule}, known at the first batch{again}"
+        if size is None:
+            how = "micro_batch_size = the whole batch"
+        else:
+            how = f"num_microbatches = batch size / micro_batch_size ({size})"
+            how += f", a multiple of pp ({layout.pp})" if layout.vpp else ""
+        return f"{how}, known at the first batch; x {factors} per optimizer step"
     size = batch.samples if size is None else size
-    step = f"micro_batch_size {size} x num_microbatches {batch.samples // size}"
-    if times > 1:
-        step += f" x accumulate_grad_batches {times}"
-    total = batch.samples * times * layout.dp
-    return f"{step} x dp {layout.dp} = {_plural(total, 'sample')} per optimizer step"
+    total = _plural(batch.samples * times * layout.dp, "sample")
+    count = batch.samples // size
+    return (
+        f"micro_batch_size {size} x num_microbatches {count} x {factors} = {total} per optimizer"
+        " step"
+    )
 
 
 def _precision_text(facts: Facts, switches: Switches) -> str:

@@ -1,8 +1,8 @@
 """Turns the torch optimizer of ``configure_optimizers`` into the engine's.
 
-The user's optimizer stays what Lightning, LR schedulers and callbacks hold: its parameter groups are
-the settings. The engine's optimizer, which owns gradients, main parameters and state, takes learning
-rate, betas and weight decay from them before every step.
+The user's optimizer stays what Lightning, LR schedulers and callbacks hold: its parameter groups
+are the settings. The engine's optimizer, which owns gradients, main parameters and state, takes
+learning rate, betas and weight decay from them before every step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_mcore._mcore import engine
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.precision import Clipping
 from lightning_mcore.switches import Switches
 
 _COPIED = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov")
@@ -74,7 +75,7 @@ class EngineOptimizer:
     ) -> None:
         self.kind = optimizer_kind(torch_optimizer)
         self._torch = torch_optimizer
-        self._chunks = list(chunks)
+        self._chunks: list[Any] = list(chunks)
         groups = [group["params"] for group in torch_optimizer.param_groups]
         _check_all_optimized(groups, names)
         config = engine.optimizer_config({**_engine_fields(self.kind, torch_optimizer), **fields})
@@ -96,15 +97,17 @@ class EngineOptimizer:
             chunk.zero_grad_buffer()
         self.engine.zero_grad()
 
-    def step(self, clip_value: float) -> StepStats:
+    def step(self, clipping: Clipping) -> StepStats:
         """Clips, steps and, with the distributed optimizer, starts gathering parameters.
 
         Collective over the world.
 
         Args:
-            clip_value: Largest norm of the whole gradient; 0 does not clip.
+            clipping: Of this step.
         """
-        self._config.clip_grad = clip_value
+        self._config.clip_grad = clipping.norm
+        if clipping.value > 0.0:
+            engine.clamp_gradients(self._chunks, clipping.value * self._loss_scale())
         if not self.runs_torch_optimizer:
             self._copy_settings()
         successful, grad_norm, num_zeros = self.engine.step()
@@ -114,10 +117,16 @@ class EngineOptimizer:
             skipped=not successful,
         )
 
+    def _loss_scale(self) -> float:
+        """Factor on the gradients in the buffers under fp16."""
+        return float(self.engine.get_loss_scale())
+
     def _copy_settings(self) -> None:
         for group in self.engine.param_groups:
             settings = self._torch.param_groups[group[engine.GROUP_LABEL]]
-            group.update({key: settings[key] for key in _COPIED if key in settings and key in group})
+            group.update(
+                {key: settings[key] for key in _COPIED if key in settings and key in group}
+            )
 
 
 def _engine_fields(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Process groups of a run: created once the layout is known, handed on as values.
 
-Enters: a layout and an initialised world group. Leaves: a frozen ``ParallelState``. Every rank calls
-every function here.
+Enters: a layout and an initialised world group. Leaves: a frozen ``ParallelState``. Every rank
+calls every function here.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _agree_on_seed(layout: Layout, world_cpu: dist.ProcessGroup) -> int:
     copy_seed = (seed + layout.dp_rank) % 2**31
     torch.manual_seed(copy_seed)
     random.seed(copy_seed)
-    np.random.seed(copy_seed)  # noqa: NPY002 - users draw from the global generator
+    np.random.seed(copy_seed)
     return seed
 
 

@@ -7,6 +7,7 @@ through which Lightning's clipping reaches the engine. Nothing here is collectiv
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from typing_extensions import override
 from lightning_mcore.errors import ConfigurationError
 
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """How gradients are clipped in one optimizer step; 0 does not clip."""
+
+    norm: float = 0.0
+    """Largest 2-norm of the whole gradient over all ranks."""
+    value: float = 0.0
+    """Largest absolute value of a gradient entry."""
 
 
 class MCorePrecision(Precision):
@@ -44,8 +55,8 @@ class MCorePrecision(Precision):
                 " use bf16-mixed for training in bf16 with fp32 main parameters."
             )
         self.precision = precision  # type: ignore[assignment]
-        self.clip_value: float = 0.0
-        """Largest norm of the whole gradient in the coming optimizer step; 0 does not clip."""
+        self.clipping = Clipping()
+        """Of the coming optimizer step."""
 
     @classmethod
     def from_plugin(cls, plugin: Precision | None) -> MCorePrecision | None:
@@ -124,14 +135,7 @@ class MCorePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: Any = "norm",
     ) -> None:
-        """Hands the clipping value of this step to the engine, whose optimizer clips.
-
-        Raises:
-            ConfigurationError: For clipping by value.
-        """
-        if clip_val and str(getattr(gradient_clip_algorithm, "value", "norm")) == "value":
-            raise ConfigurationError(
-                "`gradient_clip_algorithm` ('value') is not supported: the engine clips by the norm"
-                " over all ranks; use gradient_clip_algorithm='norm'."
-            )
-        self.clip_value = float(clip_val or 0.0)
+        """Notes the clipping of this step for the engine, whose buffers hold the gradients."""
+        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+        limit = float(clip_val or 0.0)
+        self.clipping = Clipping(value=limit) if algorithm == "value" else Clipping(norm=limit)

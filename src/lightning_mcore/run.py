@@ -7,19 +7,21 @@ Every rank of the world calls every method.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.header import Batch, format_header
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import merge_outputs
 from lightning_mcore.parallel_state import ParallelState
@@ -27,7 +29,8 @@ from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.schedule import StepFunction, StepRunner
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.step_log import LOSS, LogExchange, StepLog
-from lightning_mcore.switches import Switches
+from lightning_mcore.switches import Facts, Switches
+from lightning_mcore.version import package_versions
 
 
 @dataclass(kw_only=True)
@@ -138,7 +141,7 @@ class ModelRun:
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
-        self.stats = self.optimizer.step(self.precision.clip_value)
+        self.stats = self.optimizer.step(self.precision.clipping)
         self._starts_accumulation = True
         if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
             # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks
@@ -157,15 +160,46 @@ class ModelRun:
             engine.set_forward_pre_hooks(self.chunks, on)
             self._hooks_on = on
 
+    def start_evaluation(self) -> None:
+        """Makes weights whole, and buffers of plain torch modules the same, on every rank.
+
+        Buffers such as running means of BatchNorm follow data-parallel rank zero, as under
+        DDPStrategy. Collective over the data-parallel groups.
+        """
+        self.set_hooks(False)
+        if self.is_native and self.state.layout.dp > 1:
+            group = self.state.groups.dp
+            source = dist.get_process_group_ranks(group)[0]
+            for chunk in self.inner:
+                for buffer in chunk.buffers():
+                    dist.broadcast(buffer, source, group=group)
+
     def gather_parameters(self) -> None:
         """Makes parameters whole on every rank without touching the hooks."""
         if self._hooks_on:
             engine.gather_parameters(self.chunks)
 
+    def header(self, facts: Facts, accumulate_grad_batches: int) -> str:
+        """What runs, and the effective value of each switch. Collective over the world."""
+        total, per_rank = count_parameters(self.inner, self.state)
+        return format_header(
+            versions=package_versions(),
+            layout=self.state.layout,
+            facts=facts,
+            switches=self.switches,
+            batch=Batch(
+                micro_batch_size=self.micro_batch_size,
+                accumulate_grad_batches=accumulate_grad_batches,
+            ),
+            num_parameters=total,
+            num_parameters_per_rank=per_rank,
+            max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        )
+
     def _metric_path(self, metric: nn.Module) -> str:
         for path, candidate in self.module.named_modules():
             if candidate is metric:
-                return path
+                return str(path)
         # Lightning's own check explains how to register the metric.
         return ""
 
@@ -179,13 +213,16 @@ class ModelRun:
             settings = dict(logged.key.settings)
             if logged.key.metric is not None:
                 metric = self.module.get_submodule(logged.key.metric)
-                self.module.log(logged.key.name, metric, **settings)
+                # What Lightning logs on_step: the value of the latest batch.
+                metric._forward_cache = logged.value
+                self.module.log(logged.key.name, cast(Metric, metric), **settings)
                 continue
             self.module.log(
                 logged.key.name,
                 logged.value,
                 reduce_fx=logged.key.reduction,
-                batch_size=logged.weight,
+                # A tensor, so that the host does not wait for it; Lightning only computes with it.
+                batch_size=cast(int, logged.weight),
                 **settings,
             )
         return loss
@@ -213,65 +250,6 @@ def trainable_names(chunks: Sequence[nn.Module]) -> dict[int, str]:
         for index, chunk in enumerate(chunks)
         for name, param in chunk.named_parameters()
         if param.requires_grad
-    }
-
-
-_DDP_FIELDS_OF_ARGUMENTS = (
-    "overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "bucket_size",
-)
-_OPTIMIZER_FIELDS_OF_TORCH = (
-    "optimizer", "lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps",
-    "sgd_momentum", "decoupled_weight_decay", "bf16", "fp16", "params_dtype",
-    "use_distributed_optimizer", "overlap_param_gather",
-)
-
-
-def ddp_fields(switches: Switches, user: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the engine's DDP config: the switches, and the user's further ones.
-
-    Raises:
-        ConfigurationError: If the user's fields contain one that is an argument of the strategy.
-    """
-    check_ddp_fields(user)
-    return {
-        **{name: getattr(switches, name).effective for name in _DDP_FIELDS_OF_ARGUMENTS},
-        "grad_reduce_in_fp32": switches.grad_reduce_in_fp32.effective,
-        **user,
-    }
-
-
-def check_ddp_fields(user: Mapping[str, Any]) -> None:
-    """Refuses fields that have an argument of their own."""
-    double = sorted(set(user) & set(_DDP_FIELDS_OF_ARGUMENTS))
-    if double:
-        raise ConfigurationError(
-            f"`ddp` sets {double}, which MCoreStrategy takes as arguments of the same name; set them"
-            " there, where they are checked against the other switches."
-        )
-
-
-def check_optimizer_fields(user: Mapping[str, Any]) -> None:
-    """Refuses fields that the torch optimizer, the Trainer or a switch decides."""
-    double = sorted(set(user) & set(_OPTIMIZER_FIELDS_OF_TORCH))
-    if double:
-        raise ConfigurationError(
-            f"`optimizer` sets {double}, which come from configure_optimizers, Trainer(precision=,"
-            " gradient_clip_val=) and the strategy's own arguments; set them there."
-        )
-
-
-def optimizer_fields(
-    switches: Switches, precision: MCorePrecision, user: Mapping[str, Any], *, native: bool
-) -> dict[str, Any]:
-    """Fields of the engine's optimizer config: the switches, dtypes, and the user's further ones."""
-    check_optimizer_fields(user)
-    return {
-        "use_distributed_optimizer": switches.use_distributed_optimizer.effective,
-        "overlap_param_gather": switches.overlap_param_gather.effective,
-        # torch.amp.GradScaler's start; the engine's 2**32 skips the first dozens of steps.
-        "initial_loss_scale": 2.0**16,
-        **precision.optimizer_fields(native=native),
-        **user,
     }
 
 

@@ -86,10 +86,13 @@ class StepRunner:
         if loss_scale != 1.0:
             # Through the engine's hook rather than on the loss, so that it reaches the auxiliary
             # losses of expert layers as well.
-            engine_scale = self._chunks[0].config.grad_scale_func
+            config: Any = self._chunks[0].config
+            engine_scale = config.grad_scale_func
             changes["grad_scale_func"] = lambda value: engine_scale(value) * loss_scale
         if not sync:
-            changes |= dict.fromkeys(("finalize_model_grads_func", "grad_sync_func", "no_sync_func"))
+            changes |= dict.fromkeys(
+                ("finalize_model_grads_func", "grad_sync_func", "no_sync_func")
+            )
         with ExitStack() as stack:
             if not sync:
                 for context in engine.without_sync(self._chunks):
@@ -155,9 +158,7 @@ class StepRunner:
                 return step(microbatch.data), False
         is_last = self._is_last(chunk)
         counts = is_last and not microbatch.is_filler
-        handler, was_called = run_chunk(
-            chunk, is_last=is_last, drop_output=microbatch.is_filler
-        )
+        handler, was_called = run_chunk(chunk, is_last=is_last, drop_output=microbatch.is_filler)
         with (
             self._pipeline.handling(handler),
             self._step_context(),

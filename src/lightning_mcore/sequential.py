@@ -1,7 +1,7 @@
 """Cuts an ``nn.Sequential`` (or a list of blocks) into balanced pipeline stages.
 
-Enters: the same blocks on every rank. Leaves: this rank's chunks. What travels between stages is the
-output of a block, flattened and padded to the largest boundary, since the engine allocates one
+Enters: the same blocks on every rank. Leaves: this rank's chunks. What travels between stages is
+the output of a block, flattened and padded to the largest boundary, since the engine allocates one
 shape for all of them; the shapes themselves are found by running the blocks on the meta device, so
 that no rank has to ask another.
 """
@@ -173,6 +173,7 @@ class SequentialChunk(nn.Module):
             hidden = self._received.reshape(-1)[: shape.numel()].view(shape)
         for block in self.blocks.values():
             hidden = block(hidden)
+        assert isinstance(hidden, Tensor), "a block returned no tensor"
         if self.post_process:
             return hidden
         capacity = max(shape.numel() for shape in boundaries)

@@ -1,8 +1,8 @@
 """The model as the user's step sees it: one call that runs this rank's part of the pipeline.
 
 Enters: chunks built by the user's factory. Leaves: a ``Pipeline`` module; calling it in a step runs
-the chunk whose turn it is, and on every stage but the last ends the step there. Each rank builds its
-own chunks.
+the chunk whose turn it is, and on every stage but the last ends the step there. Each rank builds
+its own chunks.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class ShapesActivations(Protocol):
 class Pipeline(nn.Module):
     """This rank's chunks of a model, called like the whole model.
 
-    Within a step the call runs the chunk whose turn it is. On a stage that is not the last, the call
-    does not return: its output goes to the next stage and the step's remaining code is not run.
+    Within a step the call runs the chunk whose turn it is. On a stage that is not the last, the
+    call does not return: its output goes to the next stage and the step's remaining code is not
+    run.
 
     Outside a step it can be called only where the whole model is on this rank.
     """
@@ -191,8 +192,11 @@ def check_fields_used(config: Any, fields: Mapping[str, Any]) -> None:
         if hasattr(config, name) and getattr(config, name) != value
     }
     if differing:
-        listed = ", ".join(f"{n} ({has!r}, needed {want!r})" for n, (has, want) in differing.items())
+        listed = ", ".join(
+            f"{n} ({has!r}, needed {want!r})" for n, (has, want) in differing.items()
+        )
         raise ConfigurationError(
-            f"The chunk's config differs from what the strategy decided: {listed}; pass the factory's"
-            " `**fields` on to TransformerConfig(..., **fields) and set these through MCoreStrategy."
+            f"The chunk's config differs from what the strategy decided: {listed}; pass the"
+            " factory's `**fields` on to TransformerConfig(..., **fields) and set these through"
+            " MCoreStrategy."
         )

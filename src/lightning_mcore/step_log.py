@@ -2,9 +2,9 @@
 
 In a step, ``self.log`` runs once per microbatch, and behind the model call only on the last stage.
 ``StepLog`` records those calls; ``exchange`` reduces the values over microbatches and data-parallel
-ranks and gives every rank of the world the same list, which is then logged for real. Since all ranks
-log the same values, nothing is left to synchronise at the end of an epoch, and keys that differ
-between ranks or steps cannot deadlock.
+ranks and gives every rank of the world the same list, which is then logged for real. Since all
+ranks log the same values, nothing is left to synchronise at the end of an epoch, and keys that
+differ between ranks or steps cannot deadlock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from lightning_mcore.errors import ConfigurationError
 LOSS = "loss of the step"
 """Key under which the returned loss travels; a space keeps it apart from logged names."""
 
-_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max", "amax": "max",
-               "amin": "min"}
+_REDUCTIONS = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "min": "min",
+    "max": "max",
+    "amax": "max",
+    "amin": "min",
+}
 _NOT_FORWARDED = ("sync_dist", "sync_dist_group", "rank_zero_only", "batch_size", "reduce_fx")
 
 
@@ -38,7 +45,8 @@ class LogKey:
     reduction: str
     """``mean``, ``sum``, ``min`` or ``max``; over microbatches, ranks and (by Lightning) steps."""
     metric: str | None = None
-    """Attribute path of a torchmetrics object; its value is computed by itself, not reduced here."""
+    """Attribute path of a torchmetrics object; its value is computed by itself, not reduced
+    here."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Further arguments of ``self.log``, sorted by name."""
 
@@ -64,9 +72,9 @@ class Logged:
     """A value that every rank holds alike after the exchange."""
 
     key: LogKey
-    value: Tensor | None
-    """0-dim fp32; ``None`` for a torchmetrics object."""
-    weight: Tensor | None
+    value: Tensor
+    """0-dim fp32; of a torchmetrics object, its value for the latest batch (NaN if it has none)."""
+    weight: Tensor
     """Samples behind the value, over all data-parallel ranks."""
 
 
@@ -93,11 +101,18 @@ class StepLog:
             return
         batch_size = settings_given.get("batch_size")
         settings = tuple(
-            sorted((k, v) for k, v in settings_given.items() if k not in _NOT_FORWARDED and v is not None)
+            sorted(
+                (k, v)
+                for k, v in settings_given.items()
+                if k not in _NOT_FORWARDED and v is not None
+            )
         )
         if isinstance(value, Metric):
             path = settings_given.get("metric_attribute") or self.metric_path(value)
-            self.entries.setdefault(LogKey(name, "mean", path, settings), _Entry())
+            entry = self.entries.setdefault(LogKey(name, "mean", path, settings), _Entry())
+            latest = getattr(value, "_forward_cache", None)
+            if isinstance(latest, Tensor) and latest.numel() == 1:
+                entry.add(_as_scalar(name, latest), float(batch_size or self._weight), "mean")
             return
         key = LogKey(name, _reduction(settings_given.get("reduce_fx", "mean")), None, settings)
         self.entries.setdefault(key, _Entry()).add(
@@ -154,9 +169,7 @@ class LogExchange:
         if highest == lowest and highest in self._known:
             return self._known[highest]
         gathered: list[tuple[LogKey, ...] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            gathered, mine if self._is_source else None, group=self._world_cpu
-        )
+        dist.all_gather_object(gathered, mine if self._is_source else None, group=self._world_cpu)
         union = tuple(dict.fromkeys(key for keys in gathered if keys for key in keys))
         if highest == lowest:
             self._known[highest] = union
@@ -164,12 +177,10 @@ class LogExchange:
 
     def _reduce(
         self, keys: Sequence[LogKey], entries: dict[LogKey, _Entry]
-    ) -> list[tuple[Tensor | None, Tensor | None]]:
+    ) -> list[tuple[Tensor, Tensor]]:
         summed: list[Tensor] = []
         largest: list[Tensor] = []
         for key in keys:
-            if key.metric is not None:
-                continue
             entry = entries.get(key)
             value = entry.value if entry is not None else None
             extreme = key.reduction in ("min", "max")
@@ -189,11 +200,8 @@ class LogExchange:
         sums = _all_reduce(summed, dist.ReduceOp.SUM)
         extremes = iter(_all_reduce(largest, dist.ReduceOp.MAX))
         pairs = iter(zip(sums[0::2], sums[1::2], strict=True))
-        results: list[tuple[Tensor | None, Tensor | None]] = []
+        results: list[tuple[Tensor, Tensor]] = []
         for key in keys:
-            if key.metric is not None:
-                results.append((None, None))
-                continue
             total, weight = next(pairs)
             if key.reduction == "mean":
                 total = total / weight

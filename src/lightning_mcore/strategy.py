@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mcore import _lightning
-from lightning_mcore._mcore import engine
 from lightning_mcore._mcore.cpu import CpuAdapter
-from lightning_mcore.build import Factory, build_pipeline, find_model, model_fields
-from lightning_mcore.checkpoint import TrainState, load_checkpoint, load_weights, save_checkpoint
+from lightning_mcore.build import Factory, build_pipeline
+from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.data_check import check_same_batch
-from lightning_mcore.errors import ConfigurationError, NotInitializedError
-from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
-from lightning_mcore.header import Batch, format_header
-from lightning_mcore.optimizer import StepStats, build_training, optimizer_kind
+from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.layout import Layout
+from lightning_mcore.loaders import agreeing_loader
+from lightning_mcore.metrics import replicated_metrics
+from lightning_mcore.optimizer import StepStats
 from lightning_mcore.parallel_state import (
     Groups,
     ParallelState,
@@ -38,24 +36,21 @@ from lightning_mcore.parallel_state import (
     init_parallel_state,
 )
 from lightning_mcore.precision import MCorePrecision
-from lightning_mcore.run import (
-    ModelRun,
-    check_ddp_fields,
-    check_optimizer_fields,
-    count_parameters,
-    ddp_fields,
-    optimizer_fields,
-    trainable_names,
-    wrap_chunks,
+from lightning_mcore.prepare import (
+    Request,
+    check_trainer,
+    fields_for_model,
+    prepare_run,
+    resolve_before_groups,
 )
+from lightning_mcore.run import ModelRun
 from lightning_mcore.stage import Pipeline
-from lightning_mcore.switches import Facts, Switches, resolve_switches
-from lightning_mcore.version import package_versions
+from lightning_mcore.switches import Switches
 
 Auto = bool | Literal["auto"]
 
 
-class MCoreStrategy(ParallelStrategy):
+class MCoreStrategy(CheckpointStrategy):
     """Trains a LightningModule on Megatron-Core with tensor, pipeline and data parallelism.
 
     Args:
@@ -116,38 +111,38 @@ class MCoreStrategy(ParallelStrategy):
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__()
-        self._sizes = ParallelSizes(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
-        self._request = SwitchRequest(
-            sequence_parallel=sequence_parallel,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            use_distributed_optimizer=use_distributed_optimizer,
-            overlap_p2p=overlap_p2p,
-            bucket_size=bucket_size,
-            micro_batch_size=micro_batch_size,
+        super().__init__(process_group_backend, timeout_s)
+        self._request = Request(
+            sizes=ParallelSizes(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp),
+            switches=SwitchRequest(
+                sequence_parallel=sequence_parallel,
+                overlap_grad_reduce=overlap_grad_reduce,
+                overlap_param_gather=overlap_param_gather,
+                use_distributed_optimizer=use_distributed_optimizer,
+                overlap_p2p=overlap_p2p,
+                bucket_size=bucket_size,
+                micro_batch_size=micro_batch_size,
+            ),
+            ddp=ddp or {},
+            optimizer=optimizer or {},
+            init_from=init_from,
+            seq_length=seq_length,
         )
-        self._seq_length = seq_length
-        self._ddp_fields = dict(ddp or {})
-        self._optimizer_fields = dict(optimizer or {})
-        self._init_from = init_from
-        self._timeout_s = timeout_s
-        self._backend = process_group_backend
-        self.num_nodes = 1
         self._layout: Layout | None = None
         self._switches: Switches | None = None
         self._state: ParallelState | None = None
         self._run: ModelRun | None = None
-        self._adapter: CpuAdapter | None = None
+        self._exits = ExitStack()
+        """Undoes, at teardown, what a run changed outside this object."""
         self._sync_gradients = True
         self._checked_batch = False
         self._failed = False
-        check_ddp_fields(self._ddp_fields)
-        check_optimizer_fields(self._optimizer_fields)
+        self._release_schedulers: Callable[[], None] = _nothing_held
 
     # ------------------------------------------------------------------ what users read
 
     @property
+    @override
     def layout(self) -> Layout:
         """Sizes and this rank's coordinates."""
         if self._layout is None:
@@ -155,6 +150,7 @@ class MCoreStrategy(ParallelStrategy):
         return self._layout
 
     @property
+    @override
     def groups(self) -> Groups:
         """Process groups of this rank, for collectives of your own."""
         return self._parallel_state.groups
@@ -163,7 +159,9 @@ class MCoreStrategy(ParallelStrategy):
     def switches(self) -> Switches:
         """Effective value and reason of every communication switch."""
         if self._switches is None:
-            raise NotInitializedError("Switches are resolved once the Trainer has started processes.")
+            raise NotInitializedError(
+                "Switches are resolved once the Trainer has started processes."
+            )
         return self._switches
 
     @property
@@ -176,15 +174,18 @@ class MCoreStrategy(ParallelStrategy):
 
         Args:
             model: ``factory(stage, **fields)``, which passes ``fields`` on to
-                ``TransformerConfig(..., **fields)`` and returns the chunk that ``stage`` names; or an
-                ``nn.Sequential`` (or list of blocks), which is cut into balanced stages.
+                ``TransformerConfig(..., **fields)`` and returns the chunk that ``stage`` names; or
+                an ``nn.Sequential`` (or list of blocks), which is cut into balanced stages.
 
         Returns:
             A module to be called like the whole model. In a step, the call ends the step on every
             stage but the last, whose remaining code computes the loss.
         """
         native = not callable(model) or isinstance(model, nn.Module)
-        return build_pipeline(model, self._parallel_state, self._model_fields(native=native))
+        fields = fields_for_model(
+            self._request, self.layout, self.precision_plugin, self.root_device, native=native
+        )
+        return build_pipeline(model, self._parallel_state, fields)
 
     def sync_parameters(self) -> None:
         """Makes parameters whole on this rank, for code that reads weights between steps.
@@ -197,109 +198,29 @@ class MCoreStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ processes and groups
 
-    @property
-    def is_distributed(self) -> bool:
-        """Tells Lightning to inject samplers and to honour ``sync_dist``."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices or ())
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.dp, "rank": self.layout.dp_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the world group."""
-        return self._backend
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _lightning.subprocess_launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment this process's place (called by Lightning)."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        if not model.automatic_optimization:
-            raise ConfigurationError(
-                "`automatic_optimization` (False) cannot work here: the engine's schedule runs"
-                " forward and backward of all microbatches as one; use automatic optimization with"
-                " one optimizer."
-            )
-        super().connect(model)
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self._resolve()
-        if self.root_device.type == "cpu":
-            self._adapter = CpuAdapter()
-            self._adapter.__enter__()
-        assert self.cluster_environment is not None
-        self._backend = _lightning.init_world(
-            self.cluster_environment, self.root_device, self._backend, self._timeout_s
+        assert self.lightning_module is not None
+        check_trainer(self.lightning_module.trainer, self.lightning_module)
+        self._layout, self._switches = resolve_before_groups(
+            self._request,
+            ModelDims.from_object(getattr(self.lightning_module, "model_dims", None)),
+            self._request.facts(self.precision_plugin, self.root_device),
+            world_size=self.world_size,
+            rank=self.global_rank,
         )
+        if self.root_device.type == "cpu":
+            self._exits.enter_context(CpuAdapter())
+        self._init_world()
         self._state = init_parallel_state(
             self.layout,
             device=self.root_device,
             timeout_s=self._timeout_s,
-            instances=self._facts().num_optimizer_instances,
+            instances=self._request.optimizer_instances,
         )
-
-    def _resolve(self) -> None:
-        """Validates everything that is known before process groups exist."""
-        dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
-        sizes = self._sizes
-        if self._request.overlap_p2p is True and sizes.vpp is None and sizes.pp > 1:
-            sizes = ParallelSizes(
-                tp=sizes.tp, pp=sizes.pp, vpp=pick_vpp(dims, sizes.pp), cp=sizes.cp,
-                ep=sizes.ep, etp=sizes.etp,
-            )
-        self._layout = resolve_layout(sizes, self.world_size, self.global_rank)
-        self._switches = resolve_switches(self._request, self._layout, self._facts())
-        check_model_dims(
-            dims, self._layout, sequence_parallel=self._switches.sequence_parallel.effective
-        )
-
-    def _facts(self, native: bool | None = None, optimizer: str | None = None) -> Facts:
-        return Facts(
-            engine_version=engine.engine_version(),
-            on_gpu=self.root_device.type != "cpu",
-            precision=self.precision_plugin.precision,
-            native_model=native,
-            optimizer=optimizer,
-            has_te_or_apex=engine.has_te_or_apex(),
-            num_optimizer_instances=self._ddp_fields.get("num_distributed_optimizer_instances", 1),
-        )
-
-    def _model_fields(self, *, native: bool) -> dict[str, Any]:
-        switches = resolve_switches(self._request, self.layout, self._facts(native=native))
-        dtypes = self.precision_plugin.engine_fields(native=native)
-        return model_fields(self.layout, switches, dtypes, self.root_device)
 
     @property
     def _parallel_state(self) -> ParallelState:
@@ -333,69 +254,46 @@ class MCoreStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        pipeline, inner = find_model(
-            self.lightning_module, self._parallel_state, lambda native: self._model_fields(native=native)
+        self._run, facts = prepare_run(
+            self._request,
+            self.lightning_module,
+            self._parallel_state,
+            self.precision_plugin,
+            self.root_device,
+            make_optimizer=(
+                partial(self._make_optimizer, trainer)
+                if trainer.state.fn == TrainerFn.FITTING
+                else None
+            ),
         )
-        native = pipeline is None or pipeline.native
-        self.model_to_device()
-        chunks, config = wrap_chunks(inner, pipeline, self.precision_plugin)
-        if self._init_from is not None:
-            load_weights(self._init_from, inner, layout=self.layout, groups=self.groups)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
-        facts = self._facts(native, optimizer_kind(self.optimizers[0]) if fitting else None)
-        self._switches = resolve_switches(self._request, self.layout, facts)
-        optimizer = None
-        if fitting:
-            chunks, optimizer = build_training(
-                chunks, config, self.optimizers[0], trainable_names(inner), self._switches,
-                ddp_fields(self._switches, self._ddp_fields),
-                optimizer_fields(
-                    self._switches, self.precision_plugin, self._optimizer_fields, native=native
-                ),
-            )
-        self._run = ModelRun(
-            module=self.lightning_module, pipeline=pipeline, inner=inner, chunks=chunks,
-            state=self._parallel_state, switches=self._switches, precision=self.precision_plugin,
-            device=self.root_device, micro_batch_size=self._request.micro_batch_size,
-            seq_length=self._seq_length, optimizer=optimizer,
-        )
-        self._print_header(trainer, facts, inner)
+        self._switches = self._run.switches
+        rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
+        self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
+        _lightning.agree_on_sigterm(trainer, self.groups.world_cpu)
 
-    def _print_header(
-        self, trainer: pl.Trainer, facts: Facts, inner: Sequence[nn.Module]
-    ) -> None:
-        total, per_rank = count_parameters(inner, self._parallel_state)
-        rank_zero_info(
-            format_header(
-                versions=package_versions(),
-                layout=self.layout,
-                facts=facts,
-                switches=self.switches,
-                batch=Batch(
-                    micro_batch_size=self._request.micro_batch_size,
-                    accumulate_grad_batches=trainer.accumulate_grad_batches,
-                ),
-                num_parameters=total,
-                num_parameters_per_rank=per_rank,
-                max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-            )
-        )
+    def _make_optimizer(self, trainer: pl.Trainer) -> torch.optim.Optimizer:
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        return self.optimizers[0]
 
     # ------------------------------------------------------------------ steps
 
     @property
+    @override
     def _model_run(self) -> ModelRun:
         if self._run is None:
             raise NotInitializedError("The model is wrapped in the Trainer's setup; run a Trainer.")
         return self._run
 
     @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return agreeing_loader(dataloader, self._parallel_state)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         batch, *rest = args
+        self._release_schedulers()
         if not self._checked_batch:
             check_same_batch(batch, self._parallel_state)
             self._checked_batch = True
@@ -461,12 +359,22 @@ class MCoreStrategy(ParallelStrategy):
             # The user's optimizer runs the closure and, finding no gradients on the parameters (the
             # engine keeps them in its buffers), changes nothing.
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        run.optimizer_step()
+        if run.optimizer_step().skipped:
+            # As with torch.amp: a schedule counts steps that changed parameters.
+            self._release_schedulers = _lightning.hold_step_schedulers(self.lr_scheduler_configs)
         return result
 
     @override
     def on_validation_start(self) -> None:
-        self._model_run.set_hooks(False)
+        self._model_run.start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._model_run.start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._model_run.start_evaluation()
 
     @override
     def on_validation_end(self) -> None:
@@ -475,119 +383,6 @@ class MCoreStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self._model_run.set_hooks(False)
-
-    # ------------------------------------------------------------------ collectives of Lightning
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over data parallel unless told otherwise: model-parallel peers hold copies."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return _lightning.reduce_tensor(tensor, group or self.groups.dp_cp, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any) decided so; over the world, on the host."""
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, group=self.groups.world_cpu)
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over data parallel unless told otherwise."""
-        return super().all_gather(tensor, group or self.groups.dp, sync_grads)
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if _lightning.world_is_initialized():
-            on_gpu = self.root_device.type == "cuda"
-            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _lightning.world_is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Sharded state is loaded into the wrapped model and the engine's optimizer."""
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: ``save_checkpoint`` writes each rank's shards itself."""
-        return {}
-
-    @override
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Empty, for the same reason."""
-        return {}
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing to do: ``load_checkpoint`` has loaded the shards in place."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Nothing to do, for the same reason."""
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if storage_options is not None:
-            raise ConfigurationError(
-                "`storage_options` is for CheckpointIO plugins, which sharded checkpoints do not"
-                " use; leave it out."
-            )
-        run = self._model_run
-        run.gather_parameters()
-        with_optimizer = bool(checkpoint.pop("optimizer_states", None))
-        checkpoint.pop("state_dict", None)
-        save_checkpoint(
-            Path(self.broadcast(str(filepath))),
-            self._train_state(with_optimizer),
-            checkpoint,
-            layout=self.layout,
-            groups=self.groups,
-            info={
-                "precision": str(self.precision_plugin.precision),
-                "global_step": checkpoint.get("global_step"),
-                "epoch": checkpoint.get("epoch"),
-            },
-        )
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        fitting = self._model_run.optimizer is not None
-        loaded = load_checkpoint(
-            Path(self.broadcast(str(checkpoint_path))),
-            self._train_state(fitting),
-            load_optimizer=fitting,
-            strict=self.lightning_module.strict_loading,
-            layout=self.layout,
-            groups=self.groups,
-        )
-        return {"state_dict": {}, **loaded}
-
-    def _train_state(self, with_optimizer: bool) -> TrainState:
-        run = self._model_run
-        optimizer = run.optimizer.engine if with_optimizer and run.optimizer else None
-        return TrainState(chunks=run.inner, optimizer=optimizer)
 
     # ------------------------------------------------------------------ the end
 
@@ -607,16 +402,11 @@ class MCoreStrategy(ParallelStrategy):
         finally:
             self._state = None
             self._failed = False
-            if self._adapter is not None:
-                self._adapter.__exit__(None, None, None)
-                self._adapter = None
+            self._exits.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(
-            cls.strategy_name, cls, description="Megatron-Core with data parallelism"
-        )
+
+def _nothing_held() -> None:
+    """No scheduler waits for a step that changes parameters."""

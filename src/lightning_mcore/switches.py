@@ -147,8 +147,8 @@ def _sequence_parallel(asked: Auto, layout: Layout, facts: Facts) -> Switch[bool
         if facts.native_model:
             raise ConfigurationError(
                 "`sequence_parallel` (True) needs Megatron layers, and the model has only plain"
-                " torch modules, which do not shard the sequence; build it from"
-                " megatron.core layers, or use sequence_parallel='auto'."
+                " torch modules, which do not shard the sequence; use layers of megatron.core, or"
+                " sequence_parallel='auto'."
             )
         caution = "; norms must come from TransformerEngine, Apex or the model itself"
         return Switch(name, asked, True, "requested" + (caution if no_torch_norm else ""))

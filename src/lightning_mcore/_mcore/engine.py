@@ -58,7 +58,9 @@ class ForwardStep(Protocol):
 
 def engine_version() -> tuple[int, ...]:
     """Release numbers of the installed megatron-core, for example ``(0, 16, 1)``."""
-    return tuple(int(part) for part in ENGINE_VERSION.split("+")[0].split(".")[:3] if part.isdigit())
+    return tuple(
+        int(part) for part in ENGINE_VERSION.split("+")[0].split(".")[:3] if part.isdigit()
+    )
 
 
 def has_te_or_apex() -> bool:
@@ -179,7 +181,7 @@ def wrap_ddp(
     """
     wrapped: list[nn.Module] = []
     for index, chunk in enumerate(chunks):
-        ddp = DistributedDataParallel(
+        ddp: Any = DistributedDataParallel(
             config, ddp_config(ddp_fields), chunk, disable_bucketing=index > 0
         )
         if ddp.use_forward_hook:
@@ -189,7 +191,7 @@ def wrap_ddp(
     return wrapped
 
 
-def set_forward_pre_hooks(chunks: Sequence[nn.Module], enabled: bool, *, sync: bool = True) -> None:
+def set_forward_pre_hooks(chunks: Sequence[Any], enabled: bool, *, sync: bool = True) -> None:
     """Switches the hooks that wait for gathered parameters; off forces a full gather if ``sync``.
 
     Collective over the data-parallel groups when switching off with ``sync``.
@@ -201,7 +203,7 @@ def set_forward_pre_hooks(chunks: Sequence[nn.Module], enabled: bool, *, sync: b
             chunk.disable_forward_pre_hook(param_sync=sync)
 
 
-def gather_parameters(chunks: Sequence[nn.Module]) -> None:
+def gather_parameters(chunks: Sequence[Any]) -> None:
     """Gathers every parameter shard now. Collective over the data-parallel groups."""
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
@@ -211,7 +213,7 @@ def gather_parameters(chunks: Sequence[nn.Module]) -> None:
 
 
 def set_schedule_hooks(
-    config: Any, chunks: Sequence[nn.Module], optimizer: Any, *, overlap: bool
+    config: Any, chunks: Sequence[Any], optimizer: Any, *, overlap: bool
 ) -> None:
     """Sets, on our copy of the chunks' config, the hooks through which a schedule reaches DDP.
 
@@ -250,7 +252,7 @@ def run_schedule(
     """
     one = len(chunks) == 1
     schedule = get_forward_backward_func()
-    return schedule(  # type: ignore[no-any-return]
+    records: list[Any] = schedule(
         forward_step_func=forward_step,
         data_iterator=iterators[0] if one else list(iterators),
         model=chunks[0] if one else list(chunks),
@@ -260,9 +262,10 @@ def run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    return records
 
 
-def without_sync(chunks: Iterable[nn.Module]) -> list[AbstractContextManager[None]]:
+def without_sync(chunks: Iterable[Any]) -> list[AbstractContextManager[None]]:
     """Contexts that keep gradients local, for the earlier batches of an accumulation."""
     return [chunk.no_sync() for chunk in chunks]
 
@@ -325,7 +328,13 @@ def wrap_torch_optimizer(
     return ChainedOptimizer([inner])
 
 
+def clamp_gradients(chunks: Iterable[Any], limit: float) -> None:
+    """Limits every entry of the reduced gradients to ``[-limit, limit]``, in place."""
+    for chunk in chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            buffer.grad_data.clamp_(-limit, limit)
+
+
 def reload_main_params(optimizer: MegatronOptimizer) -> None:
     """Copies model parameters into the optimizer's fp32 main parameters."""
     optimizer.reload_model_params()
-

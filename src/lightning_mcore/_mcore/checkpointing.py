@@ -1,0 +1,344 @@
+"""Engine calls for sharded checkpoints: what a shard is, writing, reading, optimizer internals.
+
+A *tree* is a nested dict whose leaves are the engine's ``ShardedTensor``, ``ShardedObject`` or
+``ShardedTensorFactory``. Shards are named globally, so a tree says what this rank holds and not how
+many ranks there are. Files are the engine's ``torch_dist`` format, readable by the engine itself,
+but written by torch's own distributed checkpoint: it reports a failure on one rank to all of them,
+and needs neither forked writers nor a collective on the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import (
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.exchange_utils import (
+    determine_main_replica_uniform_distribution,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+__all__ = ["CheckpointException", "Stored"]
+
+Tree = dict[str, Any]
+
+COMMON_FILE = "common.pt"
+"""Where both engine versions look for what is not sharded."""
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint holds under one key."""
+
+    shape: tuple[int, ...] | None
+    """Shape of the whole tensor; ``None`` for an object."""
+    dtype: torch.dtype | None
+
+
+# ------------------------------------------------------------------------------ trees
+
+
+def sharding_metadata(dp_cp_group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the engine asks before it describes its shards.
+
+    ``fully_reshardable`` is the only layout of distributed optimizer state that survives a change
+    of tensor or pipeline parallelism; without prefixes, chained optimizers share one name space.
+    """
+    return {
+        "dp_cp_group": dp_cp_group,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+
+
+def chunk_tree(chunk: nn.Module, metadata: dict[str, Any]) -> Tree | None:
+    """The shards of a Megatron chunk, or ``None`` for a module that cannot describe its own."""
+    if not callable(getattr(chunk, "sharded_state_dict", None)):
+        return None
+    return chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+
+
+def replicated_tensor(key: str, tensor: Tensor, replica_id: tuple[int, ...]) -> Any:
+    """A tensor that every rank of a group holds whole; all-zero ``replica_id`` writes it."""
+    return ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica_id)
+
+
+def replicated_object(key: str, value: Any, replica_id: tuple[int, ...]) -> Any:
+    """Any object that every rank of a group holds alike."""
+    return ShardedObject(key, value, (1,), (0,), replica_id)
+
+
+def rank_object(key: str, value: Any, rank: int, world_size: int) -> Any:
+    """An object of which each rank holds its own."""
+    return ShardedObject(key, value, (world_size,), (rank,), 0)
+
+
+def tensors_of(tree: Tree) -> Iterator[Any]:
+    """Sharded tensors and factories of a tree; their ``data`` is the local tensor itself."""
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    return (leaf for leaf in nested_values(tree) if isinstance(leaf, kinds))
+
+
+def like(leaf: Any, key: str, tensor: Tensor) -> Any:
+    """A tensor sharded like ``leaf``, under another key."""
+    if isinstance(leaf, ShardedTensorFactory):
+        return replace(leaf, key=key, data=tensor)
+    return replace(leaf, key=key, data=tensor, dtype=tensor.dtype)
+
+
+def object_like(leaf: Any, key: str, value: Any) -> Any:
+    """An object for each shard of ``leaf``, replicated as it is."""
+    if isinstance(leaf, ShardedTensorFactory) or not leaf.has_regular_grid:
+        return ShardedObject(key, value, (1,), (0,), leaf.replica_id)
+    offset = leaf.local_chunk_offset_in_global()
+    return ShardedObject(key, value, leaf.axis_fragmentations, offset, leaf.replica_id)
+
+
+def stored_key(leaf: Any) -> str:
+    """The key under which a built leaf is listed in a checkpoint."""
+    return leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
+
+
+def describe(tree: Tree) -> dict[str, tuple[int, ...] | None]:
+    """Keys that a tree asks for, with shapes of whole tensors where they must match."""
+    built, _, _ = load_preprocess(tree)
+    wanted: dict[str, tuple[int, ...] | None] = {}
+    for leaf in nested_values(built):
+        if isinstance(leaf, ShardedTensor):
+            # Padded vocabularies may differ: the engine trims or fills up with zeros.
+            wanted[leaf.key] = None if leaf.allow_shape_mismatch else tuple(leaf.global_shape)
+        elif isinstance(leaf, ShardedObject):
+            wanted[leaf.unique_key] = None
+    return wanted
+
+
+def without_keys(tree: Tree, keys: set[str]) -> Tree:
+    """The tree without the leaves that read any of ``keys``."""
+
+    def reads(leaf: Any) -> bool:
+        if isinstance(leaf, ShardedTensorFactory):
+            return any(stored_key(part) in keys for part in nested_values([leaf.build()]))
+        return isinstance(leaf, ShardedTensor | ShardedObject) and stored_key(leaf) in keys
+
+    return extract_matching_values(tree, lambda leaf: not reads(leaf))[0]
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def build(tree: Tree) -> Tree:
+    """The tree with every leaf ready to be written."""
+    return save_preprocess(tree, validate_access_integrity=False)[0]
+
+
+def write(
+    directory: Path,
+    sharded: Tree,
+    common: dict[str, Any],
+    *,
+    dp_cp: dist.ProcessGroup,
+    world_cpu: dist.ProcessGroup,
+) -> None:
+    """Writes the shards of all ranks (from ``build``), each once, spread evenly over ``dp_cp``.
+
+    Collective over the world. ``common`` is written by rank 0.
+
+    Raises:
+        CheckpointException: On every rank, with the failures by rank.
+    """
+    _check_complete(sharded, world_cpu)
+    share = determine_main_replica_uniform_distribution(sharded, dp_cp)
+    distribute_main_replicas_with_precomputed_distribution(sharded, dp_cp, share)
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(by_key, is_loading=False),
+        storage_writer=torch_checkpoint.FileSystemWriter(directory),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        process_group=world_cpu,
+    )
+    if dist.get_rank() == 0:
+        with open(directory / COMMON_FILE, "wb") as file:
+            torch.save(common, file)
+            file.flush()
+            os.fsync(file.fileno())
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def _check_complete(sharded: Tree, world_cpu: dist.ProcessGroup) -> None:
+    """Checks that the main replicas of all ranks cover every tensor exactly once.
+
+    The engine's own check raises on rank 0 only, where the others would wait for it for ever.
+    """
+    shards: list[Any] = [None] * dist.get_world_size(world_cpu)
+    local = [leaf.without_data() for leaf in nested_values(sharded)]
+    dist.all_gather_object(shards, local, group=world_cpu)
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            validate_sharding_integrity(shards)
+        except Exception as error:
+            box[0] = error
+    dist.broadcast_object_list(box, 0, group=world_cpu)
+    if box[0] is not None:
+        raise box[0]
+
+
+def contents(directory: Path) -> dict[str, Stored]:
+    """Everything sharded that a checkpoint holds, from its metadata file."""
+    metadata = torch_checkpoint.FileSystemReader(directory).read_metadata()
+    return {
+        key: Stored(tuple(entry.size), entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else Stored(None, None)
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def read(directory: Path, tree: Tree) -> Tree:
+    """Reads what a tree asks for into its tensors. Collective over the world (engine 0.16).
+
+    Returns:
+        A tree of the same structure with tensors and objects as leaves.
+    """
+    force_all_tensors_to_non_fp8(tree)
+    sharded, result, factories = load_preprocess(tree)
+    merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
+    return apply_factory_merges(result, factories)
+
+
+def read_common(directory: Path) -> dict[str, Any]:
+    """Reads what is not sharded."""
+    return torch.load(directory / COMMON_FILE, map_location="cpu", weights_only=True)
+
+
+# ------------------------------------------------------------------------------ optimizers
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The engine optimizers in a chain that hold parameters on this rank."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chain if not getattr(part, "is_stub_optimizer", False)]
+
+
+def is_distributed(part: Any) -> bool:
+    """Whether an engine optimizer shards its state over data parallel."""
+    return isinstance(part, DistributedOptimizer)
+
+
+def materialize(part: Any) -> None:
+    """Gives an optimizer that has not stepped its state of zeros, so that it can be saved or set.
+
+    Torch's Adam counts steps per parameter; an entry without a counter would fail in its next step.
+    """
+    if part.init_state_fn is None:
+        return
+    part.init_state_fn(part.optimizer, part.config)
+    if counts_in_state(part):
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                part.optimizer.state[param].setdefault(STEP, new_step(0, param, group))
+
+
+def counts_in_state(part: Any) -> bool:
+    """Whether steps are counted per parameter (torch) rather than per group (fused optimizers)."""
+    return type(part.optimizer).__module__.startswith("torch.")
+
+
+def new_step(value: float, param: Tensor, group: dict[str, Any]) -> Tensor:
+    """A step counter of torch's kind, on the device where torch's optimizers want it."""
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(value), device=param.device if on_device else "cpu")
+
+
+def distributed_tree(
+    part: Any, model: Tree, metadata: dict[str, Any], *, is_loading: bool
+) -> dict[int, Tree]:
+    """State of a distributed optimizer as tensors shaped and sharded like their parameters.
+
+    Collective over the data-parallel group when saving: each rank gathers the whole state.
+    """
+    return part.sharded_param_state_fully_reshardable(model, is_loading, metadata)
+
+
+def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> None:
+    """Takes this rank's part of a distributed optimizer's whole state, and the step.
+
+    The engine copies every entry of torch's state from the checkpoint, where counters are not; so
+    they are away while it does. Each parameter gets its own counter, since a shared one would be
+    counted up once for every parameter (``DistributedOptimizer.load_state_dict`` shares one).
+    """
+    materialize(part)
+    inner = part.optimizer
+    for entry in inner.state.values():
+        entry.pop(STEP, None)
+    part.load_parameter_state_from_fully_reshardable(state)
+    if not counts_in_state(part):
+        return
+    for group in inner.param_groups:
+        for param in group["params"]:
+            inner.state[param][STEP] = new_step(step, param, group)
+
+
+def main_parameter(part: Any, param: Tensor) -> Tensor:
+    """The fp32 copy that an optimizer updates in place of a half-precision parameter."""
+    return getattr(param, "main_param", param) if hasattr(part, "float16_groups") else param
+
+
+# ------------------------------------------------------------------------------ random state
+
+
+def tracker_states() -> dict[str, Tensor]:
+    """States of the engine's RNG tracker by stream name; what a graph-safe tracker holds is
+    read.
+    """
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+        for name, state in states.items()
+    }
+
+
+def set_tracker_states(states: dict[str, Tensor]) -> None:
+    """Restores the streams of the engine's RNG tracker."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    current = tracker.get_states()
+    for name, state in current.items():
+        if isinstance(state, torch.Generator):
+            state.set_state(states[name])
+    if not any(isinstance(state, torch.Generator) for state in current.values()):
+        tracker.set_states({name: state.clone() for name, state in states.items()})

@@ -1,0 +1,215 @@
+"""From what the user asked for to a model that runs: the order of decisions of a run's start.
+
+Before process groups exist: sizes, layout, switches, the declared dimensions. After the user's
+model is built: its kind and its optimizer complete the facts, and chunks are wrapped for the
+engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch import callbacks
+
+from lightning_mcore._mcore import engine
+from lightning_mcore.build import find_model
+from lightning_mcore.checkpoint import load_weights
+from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
+from lightning_mcore.engine_fields import (
+    check_ddp_fields,
+    check_optimizer_fields,
+    ddp_fields,
+    model_fields,
+    optimizer_fields,
+)
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
+from lightning_mcore.optimizer import build_training, optimizer_kind
+from lightning_mcore.parallel_state import ParallelState
+from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
+from lightning_mcore.switches import Facts, Switch, Switches, resolve_switches
+
+# WeightAveraging came with Lightning 2.6.
+_AVERAGING_CALLBACKS = tuple(
+    getattr(callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(callbacks, name)
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the user asked of the strategy."""
+
+    sizes: ParallelSizes
+    switches: SwitchRequest
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the engine's DDP config."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the engine's optimizer config."""
+    init_from: str | Path | None = None
+    """Checkpoint to load weights from."""
+    seq_length: int | None = None
+    """Tokens per sample, where the model call does not show them."""
+
+    def __post_init__(self) -> None:
+        """Refuses fields that are set elsewhere."""
+        check_ddp_fields(self.ddp)
+        check_optimizer_fields(self.optimizer)
+
+    @property
+    def optimizer_instances(self) -> int:
+        """Copies of the distributed optimizer's shards."""
+        return int(self.ddp.get("num_distributed_optimizer_instances", 1))
+
+    def facts(
+        self,
+        precision: MCorePrecision,
+        device: torch.device,
+        *,
+        native: bool | None = None,
+        optimizer: str | None = None,
+    ) -> Facts:
+        """What is known about installation, hardware, model and optimizer; ``None`` if not yet."""
+        return Facts(
+            engine_version=engine.engine_version(),
+            on_gpu=device.type != "cpu",
+            precision=str(precision.precision),
+            native_model=native,
+            optimizer=optimizer,
+            has_te_or_apex=engine.has_te_or_apex(),
+            num_optimizer_instances=self.optimizer_instances,
+        )
+
+
+def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuses what Lightning can do but an engine-driven step cannot.
+
+    Raises:
+        ConfigurationError: On every rank alike, before process groups exist.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "`automatic_optimization` (False) cannot work here: the engine's schedule runs forward"
+            " and backward of all microbatches as one, with one optimizer; use automatic"
+            " optimization, or train modules with several optimizers under DDPStrategy."
+        )
+    averaging = [
+        type(callback).__name__
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, _AVERAGING_CALLBACKS)
+    ]
+    if averaging:
+        raise ConfigurationError(
+            f"Callbacks {averaging} copy and swap the parameters of a whole module, which is"
+            " sharded and lives in the engine's buffers here; remove them, and average checkpoints"
+            " afterwards."
+        )
+
+
+def resolve_before_groups(
+    request: Request, dims: ModelDims, facts: Facts, *, world_size: int, rank: int
+) -> tuple[Layout, Switches]:
+    """Validates everything that is known before process groups exist.
+
+    Raises:
+        ConfigurationError: On every rank alike.
+    """
+    sizes = request.sizes
+    if request.switches.overlap_p2p is True and sizes.vpp is None and sizes.pp > 1:
+        sizes = dataclasses.replace(sizes, vpp=pick_vpp(dims, sizes.pp))
+    layout = resolve_layout(sizes, world_size, rank)
+    switches = resolve_switches(request.switches, layout, facts)
+    check_model_dims(dims, layout, sequence_parallel=switches.sequence_parallel.effective)
+    return layout, switches
+
+
+def fields_for_model(
+    request: Request,
+    layout: Layout,
+    precision: MCorePrecision,
+    device: torch.device,
+    *,
+    native: bool,
+) -> dict[str, Any]:
+    """Fields of the engine's model config for plain torch modules (``native``) or Megatron ones."""
+    facts = request.facts(precision, device, native=native)
+    switches = resolve_switches(request.switches, layout, facts)
+    return model_fields(layout, switches, precision.engine_fields(native=native), device)
+
+
+def prepare_run(
+    request: Request,
+    module: pl.LightningModule,
+    state: ParallelState,
+    precision: MCorePrecision,
+    device: torch.device,
+    *,
+    make_optimizer: Callable[[], torch.optim.Optimizer] | None,
+) -> tuple[ModelRun, Facts]:
+    """Wraps the built model for the engine. Collective over the world.
+
+    Args:
+        request: What the user asked for.
+        module: The LightningModule after ``configure_model``.
+        state: Layout and groups.
+        precision: Dtypes.
+        device: Of this rank.
+        make_optimizer: Runs the user's ``configure_optimizers``; ``None`` when not fitting.
+
+    Returns:
+        The run, and the facts that its switches were decided on.
+    """
+    layout = state.layout
+    pipeline, inner = find_model(
+        module,
+        state,
+        lambda native: fields_for_model(request, layout, precision, device, native=native),
+    )
+    native = pipeline is None or pipeline.native
+    module.to(device)
+    chunks, config = wrap_chunks(inner, pipeline, precision)
+    if request.init_from is not None:
+        load_weights(request.init_from, inner, layout=layout, groups=state.groups)
+    torch_optimizer = make_optimizer() if make_optimizer is not None else None
+    kind = optimizer_kind(torch_optimizer) if torch_optimizer is not None else None
+    facts = request.facts(precision, device, native=native, optimizer=kind)
+    switches = resolve_switches(request.switches, layout, facts)
+    if "grad_reduce_in_fp32" in request.ddp:
+        asked = bool(request.ddp["grad_reduce_in_fp32"])
+        switch = Switch("grad_reduce_in_fp32", asked, asked, "requested in `ddp`")
+        switches = dataclasses.replace(switches, grad_reduce_in_fp32=switch)
+    optimizer = None
+    if torch_optimizer is not None:
+        chunks, optimizer = build_training(
+            chunks,
+            config,
+            torch_optimizer,
+            trainable_names(inner),
+            switches,
+            ddp_fields(switches, request.ddp),
+            optimizer_fields(
+                switches, precision.optimizer_fields(native=native), request.optimizer
+            ),
+        )
+    run = ModelRun(
+        module=module,
+        pipeline=pipeline,
+        inner=inner,
+        chunks=chunks,
+        state=state,
+        switches=switches,
+        precision=precision,
+        device=device,
+        micro_batch_size=request.switches.micro_batch_size,
+        seq_length=request.seq_length,
+        optimizer=optimizer,
+    )
+    return run, facts
