@@ -7,9 +7,9 @@ Inside::
     lightning_mcore.json                            format, versions, layout, step, files with sizes
 
 A save writes ``.NAME.ckpt.<token>.tmp`` beside the target, with ``lightning_mcore.json`` last, and
-renames it when all ranks have agreed that it is complete. So a save that was killed, or that failed on
-any rank, leaves the previous checkpoint of that name untouched, and its own leftovers are removed by
-the next save.
+renames it when all ranks have agreed that it is complete. So a save that was killed, or that failed
+on any rank, leaves the previous checkpoint of that name untouched; its remains are removed by the
+next save.
 
 Every rank of the world calls every function here but ``is_checkpoint``; all ranks return, or all
 raise the same ``CheckpointError``.
@@ -101,7 +101,7 @@ def save_checkpoint(
     Args:
         path: Directory to create, the same on every rank, on a file system that all ranks share. An
             existing checkpoint is replaced when the new one is complete.
-        state: Model, optimizer and objects of each rank. Random states are saved with the optimizer.
+        state: Model, optimizer and objects of each rank. Random states go with the optimizer.
         lightning_state: Lightning's dict without ``state_dict`` and ``optimizer_states``; rank 0's
             is written.
         layout: Sizes and this rank's place.
@@ -201,8 +201,8 @@ def load_checkpoint(
     optimizer = state.optimizer if load_optimizer else None
     if optimizer is not None and not manifest["optimizer"]:
         raise CheckpointError(
-            f"`{target}` was saved without optimizer state (save_weights_only=True); load its weights"
-            " with MCoreStrategy(init_from=...)."
+            f"`{target}` was saved without optimizer state (save_weights_only=True); load its"
+            " weights with MCoreStrategy(init_from=...)."
         )
     if optimizer is not None and not same_layout and layout.rank == 0:
         log.warning(

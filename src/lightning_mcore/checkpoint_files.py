@@ -1,7 +1,7 @@
 """Files of a checkpoint: what makes a directory one, and how it takes its name in one step.
 
-Enters: paths. Leaves: a directory that is complete or absent. No process group is needed; where ranks
-must agree, ``checkpoint`` asks rank 0 to call these functions.
+Enters: paths. Leaves: a directory that is complete or absent. No process group is needed; where
+ranks must agree, ``checkpoint`` asks rank 0 to call these functions.
 """
 
 from __future__ import annotations
@@ -145,10 +145,11 @@ def _wrong_file(file: Path, size: int) -> str | None:
 
 
 def prepare(target: Path, aside: Path) -> None:
+    """Creates the directory to write to and removes what earlier saves of the name left."""
     if re.match(r"[a-z][a-z0-9]+:/", str(target)):
         raise CheckpointError(
-            f"`{target}` is a URL, but checkpoints are written to a file system that all ranks share;"
-            " use a local path."
+            f"`{target}` is a URL, but checkpoints are written to a file system that all ranks"
+            " share; use a local path."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in _leftovers(target):
@@ -160,10 +161,11 @@ def prepare(target: Path, aside: Path) -> None:
 
 
 def check_visible(aside: Path) -> None:
+    """Checks that this rank sees the directory that rank 0 has created."""
     if not aside.is_dir():
         raise CheckpointError(
-            f"`{aside.parent}` is not the directory that rank 0 writes to; use a path that all ranks"
-            " share."
+            f"`{aside.parent}` is not the directory that rank 0 writes to; use a path that all"
+            " ranks share."
         )
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mcore.parallel_state import ParallelState
@@ -63,3 +63,17 @@ def _is_synchronised(metric: Metric) -> bool:
     tests/ranks/test_metrics.py.
     """
     return bool(getattr(metric, "_to_sync", True))
+
+
+def batch_value(metric: Metric) -> Tensor | None:
+    """The value of the latest batch, where the metric was called rather than only updated.
+
+    What Lightning logs ``on_step``. Private in torchmetrics.
+    """
+    value = getattr(metric, "_forward_cache", None)
+    return value if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def set_batch_value(metric: Metric, value: Tensor | None) -> None:
+    """Gives the metric of a rank without updates the value that the last stage has."""
+    metric._forward_cache = value

@@ -22,6 +22,7 @@ from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.header import Batch, format_header
+from lightning_mcore.metrics import set_batch_value
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import merge_outputs
 from lightning_mcore.parallel_state import ParallelState
@@ -212,10 +213,9 @@ class ModelRun:
                 continue
             settings = dict(logged.key.settings)
             if logged.key.metric is not None:
-                metric = self.module.get_submodule(logged.key.metric)
-                # What Lightning logs on_step: the value of the latest batch.
-                metric._forward_cache = logged.value
-                self.module.log(logged.key.name, cast(Metric, metric), **settings)
+                metric = cast(Metric, self.module.get_submodule(logged.key.metric))
+                set_batch_value(metric, logged.value if logged.key.reduction != "none" else None)
+                self.module.log(logged.key.name, metric, **settings)
                 continue
             self.module.log(
                 logged.key.name,

@@ -6,8 +6,9 @@ Keys::
     optimizer.state.<entry>.<parameter>     one entry of one parameter's optimizer state
     rng.<name>, extra.<name>                one object for each rank
 
-All kinds of optimizer write the same keys and the same settings, so that state saved by a distributed
-optimizer can be loaded by a plain one, and the other way round. Every rank calls every function here.
+All kinds of optimizer write the same keys and the same settings, so that state saved by a
+distributed optimizer can be loaded by a plain one, and the other way round. Every rank calls every
+function here.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def model_tree(chunks: Sequence[nn.Module], layout: Layout, metadata: dict[str, 
     """Parameters and persistent buffers of this rank's chunks under ``model0``, ``model1``, ...
 
     A Megatron chunk describes its own shards. Of any other module, tensors are replicated over the
-    tensor-parallel and data-parallel ranks; a method ``global_state_dict()`` that returns tensors by
-    their name in the whole model replaces ``state_dict()`` where names there are local.
+    tensor-parallel and data-parallel ranks; a method ``global_state_dict()`` that returns tensors
+    by their name in the whole model replaces ``state_dict()`` where names there are local.
     """
     tree: Tree = {}
     for index, chunk in enumerate(chunks):
@@ -74,7 +75,7 @@ def _named_state(chunk: nn.Module) -> Mapping[str, Any]:
 
 
 def load_model(chunks: Sequence[nn.Module], loaded: Tree) -> None:
-    """Hands loaded tensors and extra state to the chunks; which keys are there is checked before."""
+    """Hands loaded tensors and extra state to the chunks, whose keys were checked before."""
     for index, chunk in enumerate(chunks):
         values = loaded.get(f"model{index}", {})
         if hasattr(chunk, "global_state_dict"):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.metrics import batch_value
 
 LOSS = "loss of the step"
 """Key under which the returned loss travels; a space keeps it apart from logged names."""
@@ -43,7 +44,8 @@ class LogKey:
 
     name: str
     reduction: str
-    """``mean``, ``sum``, ``min`` or ``max``; over microbatches, ranks and (by Lightning) steps."""
+    """``mean``, ``sum``, ``min`` or ``max``, over microbatches, ranks and (by Lightning) steps;
+    ``none`` for a torchmetrics object that was updated without computing a value of the batch."""
     metric: str | None = None
     """Attribute path of a torchmetrics object; its value is computed by itself, not reduced
     here."""
@@ -73,7 +75,7 @@ class Logged:
 
     key: LogKey
     value: Tensor
-    """0-dim fp32; of a torchmetrics object, its value for the latest batch (NaN if it has none)."""
+    """0-dim fp32; of a torchmetrics object, its value for the latest batch."""
     weight: Tensor
     """Samples behind the value, over all data-parallel ranks."""
 
@@ -107,17 +109,17 @@ class StepLog:
                 if k not in _NOT_FORWARDED and v is not None
             )
         )
+        weight = float(batch_size or self._weight)
         if isinstance(value, Metric):
             path = settings_given.get("metric_attribute") or self.metric_path(value)
-            entry = self.entries.setdefault(LogKey(name, "mean", path, settings), _Entry())
-            latest = getattr(value, "_forward_cache", None)
-            if isinstance(latest, Tensor) and latest.numel() == 1:
-                entry.add(_as_scalar(name, latest), float(batch_size or self._weight), "mean")
+            latest = batch_value(value)
+            key = LogKey(name, "none" if latest is None else "mean", path, settings)
+            entry = self.entries.setdefault(key, _Entry())
+            if latest is not None:
+                entry.add(_as_scalar(name, latest), weight, "mean")
             return
         key = LogKey(name, _reduction(settings_given.get("reduce_fx", "mean")), None, settings)
-        self.entries.setdefault(key, _Entry()).add(
-            _as_scalar(name, value), float(batch_size or self._weight), key.reduction
-        )
+        self.entries.setdefault(key, _Entry()).add(_as_scalar(name, value), weight, key.reduction)
 
     def add_loss(self, loss: Tensor, samples: int) -> None:
         """Adds one microbatch's loss."""
@@ -205,7 +207,7 @@ class LogExchange:
             total, weight = next(pairs)
             if key.reduction == "mean":
                 total = total / weight
-            elif key.reduction != "sum":
+            elif key.reduction in ("min", "max"):
                 total = next(extremes) * (1.0 if key.reduction == "max" else -1.0)
             results.append((total.float(), weight.float()))
         return results

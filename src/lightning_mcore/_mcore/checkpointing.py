@@ -47,9 +47,10 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 __all__ = ["CheckpointException", "Stored"]
 
@@ -185,9 +186,9 @@ def write(
     share = determine_main_replica_uniform_distribution(sharded, dp_cp)
     distribute_main_replicas_with_precomputed_distribution(sharded, dp_cp, share)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    torch_checkpoint.save(
+    save_shards(
         mcore_to_pyt_state_dict(by_key, is_loading=False),
-        storage_writer=torch_checkpoint.FileSystemWriter(directory),
+        storage_writer=FileSystemWriter(directory),
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         process_group=world_cpu,
     )
@@ -220,7 +221,7 @@ def _check_complete(sharded: Tree, world_cpu: dist.ProcessGroup) -> None:
 
 def contents(directory: Path) -> dict[str, Stored]:
     """Everything sharded that a checkpoint holds, from its metadata file."""
-    metadata = torch_checkpoint.FileSystemReader(directory).read_metadata()
+    metadata = FileSystemReader(directory).read_metadata()
     return {
         key: Stored(tuple(entry.size), entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -323,9 +324,7 @@ def main_parameter(part: Any, param: Tensor) -> Tensor:
 
 
 def tracker_states() -> dict[str, Tensor]:
-    """States of the engine's RNG tracker by stream name; what a graph-safe tracker holds is
-    read.
-    """
+    """States of the engine's RNG tracker by stream name."""
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
