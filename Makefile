@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# One thread per process: demo and tests start several ranks on few cores.
+export OMP_NUM_THREADS ?= 1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -38,12 +40,12 @@ $(STAMP): pyproject.toml $(PINS)
 	@$(PIP) install -qq --editable '.[dev]' $(addprefix --constraint ,$(PINS))
 	@touch $@
 
+# The engine warns in every process about kernels that a small machine cannot have.
 demo: $(STAMP)
-	$(BIN)/python examples/quickstart.py
+	PYTHONWARNINGS=ignore::UserWarning,ignore::FutureWarning $(BIN)/python examples/quickstart.py
 
-# One thread per process: the tests start several ranks on few cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,7 +1,4 @@
-"""Trains a byte-level GPT on the source of Python's standard library, cut over four processes.
-
-python examples/quickstart.py
-"""
+"""Trains a byte-level GPT on the source of Python's standard library, cut over four processes."""
 
 import math
 import sysconfig
@@ -19,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.callbacks import OptimizerStats, Throughput
 
-STEPS, BATCH, SEQ, BYTES = 200, 8, 128, 256
+STEPS, BATCH, SEQ, BYTES = 300, 16, 128, 256
 
 
 class GPT(L.LightningModule):
@@ -35,8 +32,8 @@ class GPT(L.LightningModule):
             sizes = {"num_layers": 4, "num_attention_heads": 4, "hidden_size": 128}
             config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, **fields)
             spec = get_gpt_layer_local_spec()
-            ends = {"pre_process": stage.is_first, "post_process": stage.is_last}
-            return GPTModel(config, spec, BYTES, SEQ, **ends, vp_stage=stage.vp_stage)
+            place = {"pre_process": stage.is_first, "post_process": stage.is_last}
+            return GPTModel(config, spec, BYTES, SEQ, **place, vp_stage=stage.vp_stage)
 
         if self.model is None:
             self.model = self.trainer.strategy.build(build)
@@ -66,7 +63,7 @@ class GPT(L.LightningModule):
 def main():
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sources)), dtype=torch.uint8)
-    windows = text.long().unfold(0, SEQ + 1, SEQ)  # the last token of one is the first of the next
+    windows = text.long().unfold(0, SEQ + 1, SEQ)  # one token more, since labels are shifted by one
     share = text.bincount(minlength=BYTES).double() / len(text)
     entropy = -torch.xlogy(share, share).sum().item()
 
@@ -77,8 +74,9 @@ def main():
     trainer = L.Trainer(
         accelerator="gpu" if gpus else "cpu",
         devices=tp * pp,
-        strategy=MCoreStrategy(tp=tp, pp=pp, vpp=vpp, overlap_p2p=vpp is not None),
-        max_steps=STEPS,
+        strategy=MCoreStrategy(tp, pp, vpp, overlap_p2p=pp > 1, micro_batch_size=BATCH // 2),
+        max_epochs=1,
+        limit_train_batches=STEPS,
         val_check_interval=STEPS // 2,
         limit_val_batches=8,
         gradient_clip_val=1.0,
@@ -90,12 +88,11 @@ def main():
     trainer.fit(GPT(), DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH))
     if trainer.is_global_zero:
         losses = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        print(f"\nRan on {tp * pp} of {gpus} GPUs" if gpus else "\nRan on 4 CPU processes", end="")
-        print(f" with tp={tp} pp={pp} vpp={vpp}.")
+        print(f"\nRan on {tp * pp} {'GPU' if gpus else 'CPU'} ranks: tp={tp} pp={pp} vpp={vpp}")
         print(f"Entropy of single bytes: {entropy:.3f} (the loss of a model that ignores context)")
         print("Last losses: train {train_loss:.3f}, validation {val_loss:.3f}".format(**losses))
         print(f"Checkpoint: {best.best_model_path}")
-        print(f"Curves: tensorboard --logdir {trainer.log_dir}")
+        print(f"Curves: tensorboard --logdir {trainer.logger.log_dir}")
 
 
 if __name__ == "__main__":

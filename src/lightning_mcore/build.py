@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout
 from lightning_mcore.parallel_state import ParallelState, seed_stage
 from lightning_mcore.sequential import BoundaryShapes, SequentialChunk, cut_blocks
@@ -72,7 +72,9 @@ def _call_factory(
             try:
                 chunk = factory(stage, **fields)
             except (ValueError, AssertionError) as error:
-                raise ConfigurationError(
+                # megatron/core/transformer/torch_norm.py, WrappedTorchNorm.
+                refused = "sequence parallel not supported by torch" in str(error)
+                raise (SequenceParallelRefused if refused else ConfigurationError)(
                     f"megatron-core {engine.ENGINE_VERSION} refuses stage {stage.index} of the"
                     f" model under {_sizes(state.layout)}: {error}"
                 ) from error

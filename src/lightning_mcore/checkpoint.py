@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_mcore import state_dict
+from lightning_mcore import optimizer_state, state_dict
 from lightning_mcore._mcore import checkpointing as engine
 from lightning_mcore.checkpoint_files import (
     LIGHTNING_FILE,
@@ -118,41 +118,47 @@ def save_checkpoint(
     main = layout.rank == 0
     metadata = engine.sharding_metadata(groups.dp_cp)
 
-    def step(what: str, action: Callable[[], T]) -> T:
-        return _together(f"`{target}` was not saved", what, action, groups)
+    def step(what: str, action: Callable[[], T], *, collective: bool = False) -> T:
+        outcome = f"`{target}` was not saved"
+        return _together(outcome, what, action, groups, collective=collective)
 
-    def collect() -> tuple[engine.Tree, dict[str, Any]]:
-        model = state_dict.model_tree(state.chunks, layout, metadata)
-        tree: engine.Tree = {**model}
+    def gather_optimizer(model: engine.Tree) -> tuple[engine.Tree, dict[str, Any]]:
+        cpu = groups.world_cpu
+        tree = optimizer_state.optimizer_tree(state.optimizer, model, metadata, cpu)
+        return tree, optimizer_state.optimizer_settings(state.optimizer, cpu)
+
+    def add_rank_objects(tree: engine.Tree) -> engine.Tree:
         tree["extra"] = state_dict.rank_tree(state.extra, state_dict.EXTRA_PREFIX, layout)
-        common: dict[str, Any] = {}
         if state.optimizer is not None:
-            cpu = groups.world_cpu
-            tree["optimizer"] = state_dict.optimizer_tree(state.optimizer, model, metadata, cpu)
-            common["optimizer"] = state_dict.optimizer_settings(state.optimizer, cpu)
             rng = state_dict.rng_states()
             tree["rng"] = state_dict.rank_tree(rng, state_dict.RNG_PREFIX, layout)
-        return engine.build(tree), common
+        return engine.build(tree)
 
-    def write_shards(tree: engine.Tree, common: dict[str, Any]) -> None:
-        pass_point("write shards")
-        engine.write(aside, tree, common, dp_cp=groups.dp_cp, world_cpu=groups.world_cpu)
-        pass_point("shards written")
-
-    def finish() -> None:
-        if main:
-            write_synced(
-                aside / LIGHTNING_FILE, lambda file: torch.save(dict(lightning_state), file)
-            )
-            pass_point("lightning.pt written")
-            write_manifest(aside, layout, {**info, "optimizer": state.optimizer is not None})
+    def finish(common: dict[str, Any]) -> None:
+        engine.write_common(aside, common)
+        pass_point("common.pt written")
+        write_synced(aside / LIGHTNING_FILE, lambda file: torch.save(dict(lightning_state), file))
+        pass_point("lightning.pt written")
+        write_manifest(aside, layout, {**info, "optimizer": state.optimizer is not None})
 
     try:
         step("preparing the directory", lambda: prepare(target, aside) if main else None)
         step("finding the directory", lambda: check_visible(aside))
-        tree, common = step("collecting the state", collect)
-        step("writing the shards", lambda: write_shards(tree, common))
-        step("writing the manifest", finish)
+        tree = step(
+            "describing the model", lambda: state_dict.model_tree(state.chunks, layout, metadata)
+        )
+        common: dict[str, Any] = {}
+        if state.optimizer is not None:
+            tree["optimizer"], common["optimizer"] = step(
+                "gathering optimizer state", lambda: gather_optimizer({**tree}), collective=True
+            )
+        shards = step("describing shards", lambda: add_rank_objects(tree))
+        step(
+            "writing shards",
+            lambda: engine.write(aside, shards, dp_cp=groups.dp_cp, world_cpu=groups.world_cpu),
+            collective=True,
+        )
+        step("writing the manifest", lambda: finish(common) if main else None)
         step("renaming", lambda: commit(aside, target) if main else None)
     except CheckpointError:
         if main:
@@ -237,12 +243,13 @@ def load_weights(
 
 
 class _Step(Protocol):
-    def __call__(self, what: str, action: Callable[[], T]) -> T: ...
+    def __call__(self, what: str, action: Callable[[], T], *, collective: bool = False) -> T: ...
 
 
 def _loading(target: Path, groups: CheckpointGroups) -> _Step:
-    def step(what: str, action: Callable[[], T]) -> T:
-        return _together(f"`{target}` was not loaded", what, action, groups)
+    def step(what: str, action: Callable[[], T], *, collective: bool = False) -> T:
+        outcome = f"`{target}` was not loaded"
+        return _together(outcome, what, action, groups, collective=collective)
 
     return step
 
@@ -264,7 +271,9 @@ def _load(
         model = state_dict.model_tree(state.chunks, layout, metadata)
         tree: engine.Tree = {**model}
         if optimizer is not None:
-            tree["optimizer"] = state_dict.optimizer_request(optimizer, model, stored, metadata)
+            tree["optimizer"] = optimizer_state.optimizer_request(
+                optimizer, model, stored, metadata
+            )
         for name in per_rank:
             found = _rank_names(stored, f"{name}.")
             tree[name] = state_dict.rank_tree(dict.fromkeys(found), f"{name}.", layout)
@@ -275,7 +284,7 @@ def _load(
         if optimizer is not None:
             settings = engine.read_common(target)["optimizer"]
             model = state_dict.model_tree(state.chunks, layout, metadata)
-            state_dict.load_optimizer(optimizer, model, loaded["optimizer"], settings)
+            optimizer_state.load_optimizer(optimizer, model, loaded["optimizer"], settings)
         elif state.optimizer is not None:
             state.optimizer.reload_model_params()
         state.extra.update(loaded.get("extra", {}))
@@ -286,6 +295,7 @@ def _load(
     missing = step(
         "comparing keys",
         lambda: state_dict.check_keys(tree, stored, groups.world_cpu, strict=strict),
+        collective=True,
     )
     loaded = step("reading shards", lambda: engine.read(target, engine.without_keys(tree, missing)))
     step("installing the state", lambda: install(loaded))
@@ -314,14 +324,32 @@ def _load_pickle(file: Path, weights_only: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ agreement
 
 
-def _together(outcome: str, what: str, action: Callable[[], T], groups: CheckpointGroups) -> T:
-    """Runs ``action`` on every rank; if it fails on any, all raise the same error."""
+def _together(
+    outcome: str,
+    what: str,
+    action: Callable[[], T],
+    groups: CheckpointGroups,
+    *,
+    collective: bool = False,
+) -> T:
+    """Runs ``action`` on every rank; if it fails on any, all raise the same error.
+
+    An action that is ``collective`` itself fails on all ranks alike where it can foresee it. Where
+    it cannot, others may be waiting in it, out of reach: this rank then raises at once, so that its
+    end frees them.
+    """
     error: BaseException | None = None
     result: Any = None
-    pass_point(what)
     try:
+        if not collective:
+            pass_point(what)
         result = action()
-    except (Exception, engine.CheckpointException) as caught:
+    except engine.CheckpointException as caught:
+        error = caught
+    except Exception as caught:
+        if collective:
+            text = f"{outcome}: {what} failed on rank {dist.get_rank()}: {cause(caught)}"
+            raise CheckpointError(text) from caught
         error = caught
     failures: list[Any] = [None] * dist.get_world_size(groups.world_cpu)
     try:

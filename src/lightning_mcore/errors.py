@@ -6,6 +6,7 @@ know nothing about this package still catch it)::
     Exception
         MCoreError                      every error of this package
             ConfigurationError          settings that cannot work together      [ValueError]
+                SequenceParallelRefused     a layer cannot run with it
             CheckpointError             a checkpoint that cannot be used        [RuntimeError]
             NotInitializedError         something was used before it was built  [RuntimeError]
 
@@ -17,7 +18,13 @@ order::
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigurationError", "MCoreError", "NotInitializedError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "MCoreError",
+    "NotInitializedError",
+    "SequenceParallelRefused",
+]
 
 
 class MCoreError(Exception):
@@ -29,6 +36,10 @@ class ConfigurationError(MCoreError, ValueError):
 
     Every rank raises it with the same message, before any process group exists.
     """
+
+
+class SequenceParallelRefused(ConfigurationError):
+    """A layer of the model cannot run with sequence parallelism; ``"auto"`` then does without."""
 
 
 class CheckpointError(MCoreError, RuntimeError):

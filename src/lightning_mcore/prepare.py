@@ -58,6 +58,8 @@ class Request:
     """Checkpoint to load weights from."""
     seq_length: int | None = None
     """Tokens per sample, where the model call does not show them."""
+    torch_norms_only: bool = False
+    """Found while building: the model's norms refuse sequence parallelism."""
 
     def __post_init__(self) -> None:
         """Refuses fields that are set elsewhere."""
@@ -85,6 +87,7 @@ class Request:
             native_model=native,
             optimizer=optimizer,
             has_te_or_apex=engine.has_te_or_apex(),
+            torch_norms_only=self.torch_norms_only,
             num_optimizer_instances=self.optimizer_instances,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,7 +25,7 @@ from lightning_mcore.build import Factory, build_pipeline
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.data_check import check_same_batch
-from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.errors import NotInitializedError, SequenceParallelRefused
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import agreeing_loader
 from lightning_mcore.metrics import replicated_metrics
@@ -182,10 +183,18 @@ class MCoreStrategy(CheckpointStrategy):
             stage but the last, whose remaining code computes the loss.
         """
         native = not callable(model) or isinstance(model, nn.Module)
-        fields = fields_for_model(
+        try:
+            return build_pipeline(model, self._parallel_state, self._model_fields(native))
+        except SequenceParallelRefused:
+            if self._request.switches.sequence_parallel != "auto":
+                raise
+        self._request = dataclasses.replace(self._request, torch_norms_only=True)
+        return build_pipeline(model, self._parallel_state, self._model_fields(native))
+
+    def _model_fields(self, native: bool) -> dict[str, Any]:
+        return fields_for_model(
             self._request, self.layout, self.precision_plugin, self.root_device, native=native
         )
-        return build_pipeline(model, self._parallel_state, fields)
 
     def sync_parameters(self) -> None:
         """Makes parameters whole on this rank, for code that reads weights between steps.

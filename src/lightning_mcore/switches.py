@@ -46,6 +46,9 @@ class Facts:
     ``"other"``, or ``None`` if not configured yet."""
     has_te_or_apex: bool = False
     """Whether TransformerEngine or Apex is installed: their norms allow sequence parallelism."""
+    torch_norms_only: bool = False
+    """Whether the model turned out to use the engine's torch norms, which refuse sequence
+    parallelism on GPUs whatever is installed."""
     num_optimizer_instances: int = 1
     """The engine's ``num_distributed_optimizer_instances``: copies of the optimizer's shards."""
 
@@ -167,6 +170,8 @@ def _sequence_parallel(asked: Auto, layout: Layout, facts: Facts) -> Switch[bool
         return Switch(name, asked, False, "plain torch modules do not shard the sequence")
     if mandatory:
         return Switch(name, asked, True, f"tp = {tp} with ep = {ep} needs it")
+    if facts.torch_norms_only:
+        return Switch(name, asked, False, "the model's torch norms refuse it on GPUs")
     if no_torch_norm:
         reason = "without TransformerEngine or Apex the engine's norms refuse it on GPUs"
         return Switch(name, asked, False, reason)

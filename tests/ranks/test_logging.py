@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DistributedSampler
 
 from lightning_mcore.testing import run_ranks
@@ -292,6 +291,9 @@ def test_only_global_rank_zero_writes_logs(tmp_path):
     written = [float(row["train_loss"]) for row in rows if row["train_loss"]]
     assert written == pytest.approx(losses, rel=1e-6)
     assert [float(r["val_loss"]) for r in rows if r["val_loss"]] == pytest.approx([val_loss])
+    # Imported here, where no rank has to wait for it.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     board = EventAccumulator(str(events)).Reload()
     assert [e.value for e in board.Scalars("train_loss")] == pytest.approx(losses, rel=1e-6)
     assert [e.step for e in board.Scalars("train_loss")] == list(range(STEPS))

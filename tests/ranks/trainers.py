@@ -37,6 +37,13 @@ def ranks_of(layout: str) -> int:
     return SIZES[layout].get("tp", 1) * SIZES[layout].get("pp", 1) * dp_of(layout)
 
 
+def world_size() -> int:
+    """Ranks of this run; a Trainer's teardown forgets the environment variable."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ["WORLD_SIZE"])
+
+
 def make_trainer(strategy: Mapping[str, Any], **options: Any) -> L.Trainer:
     """A quiet Trainer over all ranks with an MCoreStrategy; ``options`` go to the Trainer."""
     defaults = {
@@ -49,7 +56,7 @@ def make_trainer(strategy: Mapping[str, Any], **options: Any) -> L.Trainer:
     }
     return L.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=world_size(),
         strategy=MCoreStrategy(**strategy),
         **{**defaults, **options},
     )
@@ -165,7 +172,7 @@ class Recorder(L.Callback):
         self.grad_norms.append(stats.grad_norm if stats is not None else None)
 
     def on_validation_end(self, trainer, module) -> None:
-        if not trainer.sanity_checking:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.validation.append(as_floats(trainer.callback_metrics))
 
 

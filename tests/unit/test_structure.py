@@ -21,18 +21,20 @@ LAYERS = [
     {"config"},
     {"layout"},
     {"switches"},
-    {"header"},
+    {"header", "engine_fields"},
     {"_mcore"},
     {"parallel_state"},
     {"stage", "sequential"},
     {"build"},
-    {"batch", "wrap"},
-    {"step_log", "schedule", "outputs", "data_check"},
+    {"batch"},
+    {"step_log", "schedule", "outputs", "data_check", "metrics", "loaders"},
     {"optimizer", "precision"},
     {"_lightning"},
-    {"state_dict"},
+    {"state_dict", "optimizer_state", "checkpoint_files"},
     {"checkpoint"},
     {"run"},
+    {"prepare", "processes"},
+    {"checkpoint_hooks"},
     {"strategy"},
     {"callbacks", "testing"},
     {""},  # the package's own __init__
@@ -145,7 +147,7 @@ def test_all_lists_every_public_definition(path):
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed = set(ast.literal_eval(node.value))
-    if listed is None:
+    if listed is None or component(path) == "_mcore":  # where it is for the package alone
         return
     defined = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     missing = {name for name in defined if not name.startswith("_")} - listed

@@ -122,8 +122,26 @@ def like(leaf: Any, key: str, tensor: Tensor) -> Any:
     return replace(leaf, key=key, data=tensor, dtype=tensor.dtype)
 
 
+def number_like(leaf: Any, key: str, value: Any) -> Any:
+    """An object that belongs to the whole tensor of which ``leaf`` is a shard.
+
+    Layers that share a key are the leading axes of its tensor: each has its own object.
+    """
+    if isinstance(leaf, ShardedTensorFactory):
+        return ShardedObject(key, value, (1,), (0,), leaf.replica_id)
+    layers = leaf.prepend_axis_num
+    replica_id = leaf.replica_id if isinstance(leaf.replica_id, tuple) else (leaf.replica_id,)
+    return ShardedObject(
+        key,
+        value,
+        tuple(leaf.global_shape[:layers]) or (1,),
+        tuple(leaf.global_offset[:layers]) or (0,),
+        (*replica_id, *leaf.global_offset[layers:]),
+    )
+
+
 def object_like(leaf: Any, key: str, value: Any) -> Any:
-    """An object for each shard of ``leaf``, replicated as it is."""
+    """An object for each shard of ``leaf``; it can be loaded only where the shards are the same."""
     if isinstance(leaf, ShardedTensorFactory) or not leaf.has_regular_grid:
         return ShardedObject(key, value, (1,), (0,), leaf.replica_id)
     offset = leaf.local_chunk_offset_in_global()
@@ -168,16 +186,11 @@ def build(tree: Tree) -> Tree:
 
 
 def write(
-    directory: Path,
-    sharded: Tree,
-    common: dict[str, Any],
-    *,
-    dp_cp: dist.ProcessGroup,
-    world_cpu: dist.ProcessGroup,
+    directory: Path, sharded: Tree, *, dp_cp: dist.ProcessGroup, world_cpu: dist.ProcessGroup
 ) -> None:
     """Writes the shards of all ranks (from ``build``), each once, spread evenly over ``dp_cp``.
 
-    Collective over the world. ``common`` is written by rank 0.
+    Collective over the world.
 
     Raises:
         CheckpointException: On every rank, with the failures by rank.
@@ -192,12 +205,15 @@ def write(
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         process_group=world_cpu,
     )
-    if dist.get_rank() == 0:
-        with open(directory / COMMON_FILE, "wb") as file:
-            torch.save(common, file)
-            file.flush()
-            os.fsync(file.fileno())
-        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def write_common(directory: Path, common: dict[str, Any]) -> None:
+    """Writes what is not sharded, and what tells the engine of what format the shards are."""
+    with open(directory / COMMON_FILE, "wb") as file:
+        torch.save(common, file)
+        file.flush()
+        os.fsync(file.fileno())
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 
 def _check_complete(sharded: Tree, world_cpu: dist.ProcessGroup) -> None:
@@ -299,6 +315,7 @@ def distributed_tree(
 def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> None:
     """Takes this rank's part of a distributed optimizer's whole state, and the step.
 
+    Where ``state`` has no main parameter, the model's takes its place, which is loaded before.
     The engine copies every entry of torch's state from the checkpoint, where counters are not; so
     they are away while it does. Each parameter gets its own counter, since a shared one would be
     counted up once for every parameter (``DistributedOptimizer.load_state_dict`` shares one).
@@ -307,6 +324,10 @@ def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> Non
     inner = part.optimizer
     for entry in inner.state.values():
         entry.pop(STEP, None)
+    # In the order in which the engine numbered them when it described the state.
+    params = (param for buffer in part.buffers for param in buffer.param_index_map)
+    for index, param in enumerate(params):
+        state.setdefault(index, {}).setdefault("param", param.detach())
     part.load_parameter_state_from_fully_reshardable(state)
     if not counts_in_state(part):
         return

@@ -23,10 +23,21 @@ class Patches:
         """
         own = vars(owner)
         if name in own:
-            self._stack.callback(setattr, owner, name, own[name])
+            undo: tuple[Any, ...] = (setattr, owner, name, own[name])
         else:
-            self._stack.callback(delattr, owner, name)
+            undo = (delattr, owner, name)
         setattr(owner, name, value)
+        self._stack.callback(*undo)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute that must exist: a name that moved is an error, not a lost patch."""
+        if not hasattr(owner, name):
+            where = getattr(owner, "__qualname__", owner.__name__)
+            raise AttributeError(
+                f"`{where}.{name}`, which is replaced here, does not exist in this version of"
+                " megatron-core; install a supported one (megatron-core>=0.16.1,<0.20)."
+            )
+        self.set(owner, name, value)
 
     def on_exit(self, undo: Callable[..., object], *args: Any) -> None:
         """Calls ``undo`` at the end."""

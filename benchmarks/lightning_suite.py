@@ -1,0 +1,398 @@
+"""Runs Lightning's own tests with MCoreStrategy in place of the Trainer's default strategy.
+
+    python benchmarks/lightning_suite.py --tests ~/pytorch-lightning/tests/tests_pytorch
+    python benchmarks/lightning_suite.py --tests ... --ranks 2 --select loops core/test_metric_result_integration.py
+
+The tests come from a source checkout of Lightning (a 2.6 tag) and stay as they are. This file is also
+the pytest plugin that each test process loads: it gives every ``Trainer`` that leaves ``strategy``
+at its default an ``MCoreStrategy()`` on the CPU. What is counted:
+
+* passed, failed: tests that ran a Trainer on the strategy;
+* not applicable, with a reason each: a test that names its own strategy, accelerator or number of
+  devices, that never runs a Trainer, that is skipped by Lightning, that fails in this environment
+  without the strategy as well (two ranks: under DDPStrategy as well), or that is in ``EXCLUDED``.
+
+Tests in ``EXCLUDED`` run too; one that passes is counted as passed and named, so that the table does
+not outlive its reasons. With ``--ranks 2`` every rank runs the same tests as a process of its own,
+started from outside, and a test passes if it passes on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+SELECTIONS = {
+    1: (
+        "loops",
+        "trainer/logging_",
+        "trainer/optimization",
+        "callbacks",
+        "models/test_hooks.py",
+        "core",
+    ),
+    2: (
+        "loops/test_loops.py",
+        "loops/test_evaluation_loop.py",
+        "loops/test_prediction_loop.py",
+        "loops/test_training_loop.py",
+        "trainer/logging_",
+        "trainer/optimization/test_optimizers.py",
+        "callbacks/test_early_stopping.py",
+        "callbacks/test_lr_monitor.py",
+        "models/test_hooks.py",
+        "core/test_metric_result_integration.py",
+    ),
+}
+
+EXCLUDED: tuple[tuple[str, str], ...] = ()
+"""Pattern of a test's name below ``tests_pytorch`` -> why it cannot hold under this strategy."""
+
+_RANKS = "LIGHTNING_SUITE_RANKS"
+_STRATEGY = "LIGHTNING_SUITE_STRATEGY"
+_SHARED = "LIGHTNING_SUITE_SHARED"
+_NOT_OURS = "not on this strategy: "
+
+
+# ---------------------------------------------------------------------- in the test processes
+
+
+class _Recorder:
+    """Writes one line per finished test: outcome, message, and whether the strategy ran."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ran = False
+        self.outcome: dict[str, str] = {}
+
+    def start(self, name: str) -> None:
+        self.ran = False
+        self.outcome = {"name": name, "outcome": "passed", "message": ""}
+        self._write({"name": name, "outcome": "started"})
+
+    def add(self, report: pytest.TestReport) -> None:
+        expected = hasattr(report, "wasxfail")
+        if report.outcome == "passed" and not (expected and report.when == "call"):
+            return
+        message = ""
+        if report.outcome == "skipped" or expected:
+            self.outcome["outcome"] = "skipped"
+            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected failure"
+            message = str(text).removeprefix("Skipped: ")
+        elif self.outcome["outcome"] != "failed":
+            self.outcome["outcome"] = "failed"
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = f"{crash.message}" if crash is not None else str(report.longrepr)[-500:]
+            if report.when != "call":
+                message = f"[{report.when}] {message}"
+            self.outcome["details"] = str(report.longrepr)[-6000:]
+        self.outcome["message"] = self.outcome["message"] or message
+
+    def finish(self) -> None:
+        self._write({**self.outcome, "ran": self.ran})
+
+    def _write(self, record: dict[str, object]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _own_name(nodeid: str) -> str:
+    return nodeid.split("tests_pytorch/", 1)[-1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Injects the strategy, once per test process."""
+    if _SHARED not in os.environ:
+        return
+    shared, ranks = Path(os.environ[_SHARED]), int(os.environ[_RANKS])
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    recorder = _Recorder(shared / f"results.{rank}.jsonl")
+    config.pluginmanager.register(_TestProcess(recorder, shared, ranks, rank), "strategy_recorder")
+    if os.environ[_STRATEGY] != "default":
+        _inject(recorder, ranks)
+
+
+def _inject(recorder: _Recorder, ranks: int) -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    from lightning_mcore import MCoreStrategy
+
+    mcore = os.environ[_STRATEGY] == "mcore"
+    cls = MCoreStrategy if mcore else DDPStrategy
+    original = _AcceleratorConnector.__init__
+
+    @functools.wraps(original)
+    def init(self, devices="auto", num_nodes=1, accelerator="auto", strategy="auto", **kwargs):
+        if strategy != "auto":
+            pytest.skip(f"{_NOT_OURS}the test names its own strategy")
+        if accelerator not in ("auto", "cpu"):
+            pytest.skip(f"{_NOT_OURS}the test names its own accelerator")
+        if num_nodes != 1 or devices not in ("auto", 1, "1", ranks):
+            pytest.skip(f"{_NOT_OURS}the test names its own number of devices or nodes")
+        strategy = cls(timeout_s=30) if mcore else cls()
+        original(self, devices=ranks, num_nodes=1, accelerator="cpu", strategy=strategy, **kwargs)
+
+    _AcceleratorConnector.__init__ = init
+    started = cls.setup_environment
+
+    @functools.wraps(started)
+    def setup_environment(self):
+        recorder.ran = True
+        started(self)
+
+    cls.setup_environment = setup_environment
+
+
+class _TestProcess:
+    """Hooks of one rank's pytest run."""
+
+    def __init__(self, recorder: _Recorder, shared: Path, ranks: int, rank: int) -> None:
+        self.recorder, self.shared, self.ranks, self.rank = recorder, shared, ranks, rank
+        self.port = int(os.environ.get("MASTER_PORT", "0"))
+        self.index = 0
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.index += 1
+        self._meet(self.index)
+        if self.ranks > 1:
+            # A port of its own for each test: the store of the last one may still be closing.
+            os.environ["MASTER_PORT"] = str(self.port + self.index % 500)
+        self.recorder.start(_own_name(item.nodeid))
+        yield
+        self.recorder.finish()
+
+    def pytest_runtest_logreport(self, report):
+        self.recorder.add(report)
+
+    def _meet(self, index: int) -> None:
+        """Waits until all ranks are at the same test."""
+        (self.shared / f"at.{index}.{self.rank}").touch()
+        deadline = time.monotonic() + 180
+        while not all((self.shared / f"at.{index}.{r}").exists() for r in range(self.ranks)):
+            if time.monotonic() > deadline:
+                pytest.exit(f"rank {self.rank} waited 180 s for the others", returncode=3)
+            time.sleep(0.01)
+
+    @pytest.fixture
+    def tmp_path(self, request):
+        """A directory per test that all ranks share."""
+        digest = hashlib.sha1(request.node.nodeid.encode()).hexdigest()[:10]
+        path = self.shared / "tmp" / f"{request.node.originalname}-{digest}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+# ---------------------------------------------------------------------- in the parent
+
+
+def run_tests(
+    tests: Path, select: list[str], *, ranks: int, strategy: str, timeout: int, verbose: bool
+) -> dict[str, dict[str, object]]:
+    """Runs ``select`` (paths or test names below ``tests``); returns a record for each test."""
+    with tempfile.TemporaryDirectory(prefix="lightning-suite-") as folder:
+        shared = Path(folder)
+        (shared / "cwd").mkdir()
+        # The tests run in another directory, so relative entries would not be found.
+        paths = [os.path.abspath(entry) for entry in sys.path[1:] if entry]
+        processes = []
+        port = _free_port()
+        for rank in range(ranks):
+            log = (shared / f"log.{rank}").open("w")
+            environment = {
+                **os.environ,
+                _RANKS: str(ranks),
+                _STRATEGY: strategy,
+                _SHARED: str(shared),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent), str(tests.parent), *paths]
+                ),
+            }
+            if ranks > 1:
+                environment |= {
+                    "LOCAL_RANK": str(rank),
+                    "NODE_RANK": "0",
+                    "WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+            command = [
+                *(sys.executable, "-m", "pytest", "-p", Path(__file__).stem),
+                *("-c", str(tests.parent.parent / "pyproject.toml")),
+                *("-p", "no:cacheprovider", "--color=no", "-q", "--tb=short"),
+                *("-p", "no:randomly", f"--timeout={timeout}", "--timeout-method=signal"),
+                *(str(tests / name) for name in select),
+            ]
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=shared / "cwd", env=environment, stdout=log, stderr=log
+                )
+            )
+        codes = [process.wait() for process in processes]
+        records = [_read(shared / f"results.{rank}.jsonl") for rank in range(ranks)]
+        if verbose or not all(records):
+            for rank in range(ranks):
+                print((shared / f"log.{rank}").read_text()[-4000:], file=sys.stderr)
+        if any(code not in (0, 1) for code in codes):
+            print(f"  pytest ended with {codes}", file=sys.stderr)
+        return _merge(records)
+
+
+def _read(path: Path) -> dict[str, dict[str, object]]:
+    results: dict[str, dict[str, object]] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if record["outcome"] == "started":
+                record = {
+                    **record,
+                    "outcome": "failed",
+                    "message": "the test process ended in this test",
+                    "ran": True,
+                }
+            results[record["name"]] = record
+    return results
+
+
+def _merge(ranks: list[dict[str, dict[str, object]]]) -> dict[str, dict[str, object]]:
+    """One record per test: the worst outcome over ranks."""
+    order = ("failed", "skipped", "passed")
+    merged = {}
+    for name in dict.fromkeys(name for results in ranks for name in results):
+        records = [
+            results.get(name, {"outcome": "failed", "message": "never started", "ran": False})
+            for results in ranks
+        ]
+        outcomes = [str(record["outcome"]) for record in records]
+        worst = min(range(len(records)), key=lambda rank: order.index(outcomes[rank]))
+        merged[name] = {**records[worst], "ran": any(record["ran"] for record in records)}
+        if len(ranks) > 1 and outcomes[worst] == "failed":
+            failed = [rank for rank, outcome in enumerate(outcomes) if outcome == "failed"]
+            merged[name]["message"] = f"(rank {failed}) {records[worst]['message']}"
+    return merged
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return min(int(probe.getsockname()[1]), 60000)
+
+
+def excluded_reason(name: str) -> str | None:
+    """Why a test is in the table, if it is."""
+    for pattern, reason in EXCLUDED:
+        if fnmatch.fnmatchcase(name, pattern.replace("[", "[[]")):
+            return reason
+    return None
+
+
+def classify(
+    results: dict[str, dict[str, object]], control: dict[str, dict[str, object]], control_name: str
+) -> dict[str, tuple[str, str]]:
+    """Verdict and reason for each test: ``passed``, ``failed`` or ``not applicable``."""
+    verdicts = {}
+    for name, record in results.items():
+        outcome, message = record["outcome"], str(record["message"])
+        reason = excluded_reason(name)
+        if outcome == "skipped":
+            ours = message.startswith(_NOT_OURS)
+            verdict = (
+                "not applicable",
+                message.removeprefix(_NOT_OURS) if ours else f"Lightning skips it: {message}",
+            )
+        elif outcome == "passed" and not record["ran"]:
+            verdict = ("not applicable", "the test never starts a Trainer on the strategy")
+        elif outcome == "passed":
+            verdict = ("passed", "in EXCLUDED, but passes" if reason else "")
+        elif reason is not None:
+            verdict = ("not applicable", reason)
+        elif control.get(name, {}).get("outcome") == "failed":
+            verdict = ("not applicable", f"fails here under {control_name} as well")
+        else:
+            verdict = ("failed", message)
+        verdicts[name] = verdict
+    return verdicts
+
+
+def main() -> int:
+    """Runs, classifies and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tests", type=Path, required=True, help="tests/tests_pytorch of Lightning"
+    )
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--select", nargs="+", help="files, directories or tests below --tests")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds per test")
+    parser.add_argument("--report", type=Path, help="writes verdicts, messages and traces as JSON")
+    parser.add_argument("--verbose", action="store_true", help="prints the end of pytest's output")
+    args = parser.parse_args()
+    tests = args.tests.resolve()
+    if not (tests / "conftest.py").exists():
+        parser.error(
+            f"{tests} has no conftest.py; give tests/tests_pytorch of a Lightning checkout"
+        )
+    control_strategy = "default" if args.ranks == 1 else "ddp"
+    control_name = "Lightning's default strategy" if args.ranks == 1 else "DDPStrategy"
+    totals: dict[str, Counter[str]] = {}
+    reasons: dict[str, list[str]] = defaultdict(list)
+    failed, stale, report = [], [], {}
+    for selected in args.select or SELECTIONS[args.ranks]:
+        begin = time.monotonic()
+        settings = {"ranks": args.ranks, "timeout": args.timeout, "verbose": args.verbose}
+        results = run_tests(tests, [selected], strategy="mcore", **settings)
+        suspects = [
+            name
+            for name, record in results.items()
+            if record["outcome"] == "failed" and excluded_reason(name) is None
+        ]
+        control = (
+            run_tests(tests, suspects, strategy=control_strategy, **settings) if suspects else {}
+        )
+        verdicts = classify(results, control, control_name)
+        totals[selected] = Counter(verdict for verdict, _ in verdicts.values())
+        for name, (verdict, reason) in verdicts.items():
+            report[name] = {**results[name], "verdict": verdict, "reason": reason}
+            if verdict == "not applicable":
+                reasons[reason].append(name)
+            elif verdict == "failed":
+                failed.append((name, reason))
+            elif reason:
+                stale.append(name)
+        print(
+            f"{selected}: {dict(totals[selected])} in {time.monotonic() - begin:.0f} s", flush=True
+        )
+        if args.report is not None:
+            args.report.write_text(json.dumps(report, indent=1))
+    print(f"\n{args.ranks} rank(s)" + " " * 34 + "passed  failed  not applicable")
+    columns = ("passed", "failed", "not applicable")
+    for selected, counts in [*totals.items(), ("total", sum(totals.values(), Counter()))]:
+        print(f"{selected:<42}" + "".join(f"{counts[column]:>8}" for column in columns))
+    print("\nnot applicable, by reason")
+    for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        print(f"{len(names):>5}  {reason.splitlines()[0] if reason else ''}")
+    for name in stale:
+        print(f"in EXCLUDED, but passes: {name}")
+    for name, message in failed:
+        print(f"FAILED {name}\n       " + "\n       ".join(message.splitlines()[:4]))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Training loops that can be run a few steps at a time, so that several can take turns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, Size, batches, call_gpt, gpt_chunk
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""Opens a context around a block of steps, in the thread that runs them."""
+
+
+class TrainerLoop(pl.Callback):
+    """A real ``trainer.fit`` in a thread of its own, which waits between blocks of steps.
+
+    A block ends in ``on_train_batch_end``, so n steps hold n rounds of everything that the Trainer
+    does in a loop. Only one thread runs at a time.
+    """
+
+    def __init__(self, strategy: Any, module: GPT, loader: Any, device: torch.device) -> None:
+        self.module = module
+        self.losses: list[Tensor] = []
+        self.keep_losses = False
+        self._loader = loader
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._left = 0
+        self._around: Around = nullcontext
+        self._context: AbstractContextManager[Any] = nullcontext()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._fit, daemon=True)
+        self.trainer = pl.Trainer(
+            accelerator=device.type if device.type == "cpu" else "gpu",
+            devices=dist_size(),
+            strategy=strategy,
+            gradient_clip_val=CLIP_NORM,
+            callbacks=[self],
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    def start(self) -> None:
+        """Runs until the first batch is due."""
+        self._thread.start()
+        self._wait()
+
+    def run(self, steps: int, around: Around = nullcontext) -> None:
+        """Runs ``steps`` steps."""
+        self._left, self._around = steps, around
+        self._go.release()
+        self._wait()
+
+    def stop(self) -> None:
+        """Lets ``fit`` come to its end, which takes one more step."""
+        self.trainer.should_stop = True
+        self._left, self._around = 2, nullcontext
+        self._go.release()
+        self._wait()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _fit(self) -> None:
+        try:
+            self.trainer.fit(self.module, self._loader)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.release()
+
+    def _hand_over(self) -> None:
+        self._context.__exit__(None, None, None)
+        self._done.release()
+        self._go.acquire()
+        self._context = self._around()
+        self._context.__enter__()
+
+    def on_train_start(self, *_: Any) -> None:
+        self._hand_over()
+
+    def on_train_batch_end(self, _trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
+        if self.keep_losses:
+            self.losses.append(outputs["loss"].detach().clone())
+        self._left -= 1
+        if self._left == 0:
+            self._hand_over()
+
+
+class DirectLoop:
+    """The same training written on the engine, without Lightning, as in Megatron-LM's train_step.
+
+    Args:
+        size: Of the model.
+        stages: This rank's stages in pipeline order.
+        fields: Of the engine's TransformerConfig: what the strategy gave its factory.
+        switches: Effective values by name: the DDP switches.
+        weights: State dict of each chunk to start from.
+        device: Of this rank.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        stages: Sequence[Any],
+        fields: dict[str, Any],
+        switches: dict[str, Any],
+        weights: Sequence[dict[str, Any]],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._size = size
+        self.losses: list[Tensor] = []
+        self.keep_losses = False
+        chunks = [
+            gpt_chunk(
+                size, is_first=s.is_first, is_last=s.is_last, vp_stage=s.vp_stage, **fields
+            ).to(device)
+            for s in stages
+        ]
+        for chunk, state in zip(chunks, weights, strict=True):
+            chunk.load_state_dict(state)
+        config = copy.copy(chunks[0].config)
+        self.ddp_config = DistributedDataParallelConfig(**switches)
+        self._chunks: list[Any] = [
+            DistributedDataParallel(config, self.ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        self._gathers_late = self.ddp_config.overlap_param_gather
+        self._is_first_step = True
+        for chunk in self._chunks:
+            chunk.broadcast_params()
+            if self._gathers_late:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=0.9,
+            adam_beta2=0.999,
+            adam_eps=1e-8,
+            clip_grad=CLIP_NORM,
+            params_dtype=fields["params_dtype"],
+            use_distributed_optimizer=self.ddp_config.use_distributed_optimizer,
+            overlap_param_gather=self._gathers_late,
+        )
+        # No overrides: one parameter group with weight decay, as in configure_optimizers.
+        self._optimizer = get_megatron_optimizer(
+            optimizer_config, self._chunks, config_overrides={}
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self._optimizer.scale_loss
+        config.no_sync_func = None
+        if self.ddp_config.overlap_grad_reduce:
+            several = len(chunks) > 1
+            no_syncs = [chunk.no_sync for chunk in self._chunks]
+            config.no_sync_func = no_syncs if several else no_syncs[0]
+            if several:
+                config.grad_sync_func = [chunk.start_grad_sync for chunk in self._chunks]
+        self._schedule = get_forward_backward_func()
+        self._replicas = parallel_state.get_data_parallel_world_size()
+        replica = parallel_state.get_data_parallel_rank()
+        self._pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        self._batches = iter(batches(size, replicas=self._replicas, replica=replica))
+
+    def run(self, steps: int, around: Around = nullcontext) -> None:
+        """Runs ``steps`` steps."""
+        with around():
+            for _ in range(steps):
+                self._step()
+
+    def _step(self) -> None:
+        batch = [tensor.to(self._device, non_blocking=True) for tensor in next(self._batches)]
+        size = self._size.micro_batch if self._pipelined else self._size.batch
+        microbatches = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        one = len(self._chunks) == 1
+        records = self._schedule(
+            forward_step_func=_forward_step,
+            data_iterator=(
+                iter(microbatches) if one else [iter(microbatches) for _ in self._chunks]
+            ),
+            model=self._chunks[0] if one else self._chunks,
+            num_microbatches=len(microbatches),
+            seq_length=self._size.seq,
+            micro_batch_size=size,
+            forward_only=False,
+        )
+        self._optimizer.step()
+        if self._gathers_late and self._is_first_step:
+            for chunk in self._chunks:
+                chunk.enable_forward_pre_hook()
+        self._is_first_step = False
+        if records:
+            loss = torch.stack(records).mean()
+            if self._replicas > 1:
+                dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+                loss /= self._replicas
+            if self.keep_losses:
+                self.losses.append(loss)
+
+
+def _forward_step(iterator: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
+    tokens, labels = next(iterator)
+    return call_gpt(chunk, tokens, labels), _mean
+
+
+def _mean(output: Tensor) -> tuple[Tensor, Tensor]:
+    loss = output.mean()
+    return loss, loss.detach().clone()
+
+
+def check_same_settings(loop: DirectLoop, chunk: Any) -> None:
+    """Compares the direct loop's DDP config with the strategy's, so that both do the same work."""
+    mine, theirs = dataclasses.asdict(loop.ddp_config), dataclasses.asdict(chunk.ddp_config)
+    different = {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+    assert not different, f"The loops differ in {different} (direct, strategy)."
+
+
+def dist_size() -> int:
+    """Ranks, before the process group exists."""
+    import os
+
+    return int(os.environ["WORLD_SIZE"])

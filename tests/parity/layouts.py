@@ -1,0 +1,157 @@
+"""Trains the tests' GPT under the strategy in one layout and says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreStrategy
+from lightning_mcore.testing import run_ranks
+from tests.gpt import GPT, token_dataset
+from tests.parity.one_process import Reference
+from tests.parity.recipes import GLOBAL_BATCH, OPTIMIZERS, STEPS, Training, make_schedule
+from tests.parity.weights import Shard, fill
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    dp_rank: int
+    dp: int
+    losses: list[float] = field(default_factory=list)
+    logged: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    """The first tensor of each batch, as lists."""
+    switches: dict[str, Any] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+    """Of the engine's models."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters by name."""
+
+
+class Watch(L.Callback):
+    """Fills an ``Outcome``."""
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        layout = trainer.strategy.layout
+        self.outcome = Outcome(layout.dp_rank, layout.dp)
+        switches = trainer.strategy.switches
+        self.outcome.switches = {
+            name: getattr(switches, name).effective for name in type(switches).__dataclass_fields__
+        }
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.outcome.losses.append(float(outputs["loss"]))
+        self.outcome.logged.append(float(trainer.callback_metrics["train_loss"]))
+        self.outcome.batches.append(batch[0].tolist())
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.outcome.grad_norms.append(trainer.strategy.step_stats.grad_norm)
+
+    def on_train_end(self, trainer, module) -> None:
+        trainer.strategy.sync_parameters()
+        self.outcome.state = {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+class ParityGPT(GPT):
+    """The tests' GPT with full weights and an optimizer that do not depend on the layout."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(tied=training.tied, experts=training.experts)
+        self.training_plan = training
+        self.shards: list[Shard] = []
+
+    def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
+        chunk = super().make_chunk(stage, **fields)
+        self.shards += fill(chunk)
+        return chunk
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.training_plan.optimizer](self.named_parameters())
+        schedule = {"scheduler": make_schedule(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def fit(
+    module: L.LightningModule, data: Any, world_size: int, strategy: Any, training: Training
+) -> Outcome:
+    """Trains ``module`` on this rank with a strategy, or with the arguments of ours."""
+    if isinstance(strategy, Mapping):
+        strategy = MCoreStrategy(**strategy)
+    watch = Watch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        callbacks=[watch],
+        precision=training.precision,
+        max_epochs=1,
+        accumulate_grad_batches=training.accumulate,
+        gradient_clip_val=training.clip,
+        gradient_clip_algorithm=training.clip_algorithm,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # What DistributedSampler leaves of a global batch for each data-parallel rank.
+    dp = world_size // (strategy._request.sizes.tp * strategy._request.sizes.pp)
+    trainer.fit(module, DataLoader(data, batch_size=GLOBAL_BATCH // dp))
+    assert trainer.global_step == STEPS
+    return watch.outcome
+
+
+def _fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
+    torch.manual_seed(1)
+    module = ParityGPT(training)
+    outcome = fit(module, token_dataset(training.samples), world_size, strategy, training)
+    outcome.shards = [shard.copied() for shard in module.shards]
+    outcome.state = {}
+    return outcome
+
+
+def fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> list[Outcome]:
+    """Trains the GPT on ``world_size`` ranks."""
+    return run_ranks(_fit_gpt, world_size, world_size, strategy, training)
+
+
+def check_steps(
+    ranks: list[Outcome], reference: Reference, *, loss: float = 1e-5, norm: float = 1e-4
+) -> None:
+    """Checks losses (absolute) and gradient norms (relative) of every rank in every step."""
+    expected_losses = torch.tensor(reference.losses)
+    expected_norms = torch.tensor(reference.grad_norms)
+    # A comparison of two constants, or of NaN with NaN, would prove nothing.
+    assert expected_losses.isfinite().all()
+    assert expected_norms.isfinite().all()
+    assert len(set(reference.losses)) == len(reference.losses)
+    for rank, outcome in enumerate(ranks):
+        losses, norms = torch.tensor(outcome.losses), torch.tensor(outcome.grad_norms)
+        assert losses.shape == expected_losses.shape
+        assert norms.shape == expected_norms.shape
+        assert losses.isfinite().all()
+        assert norms.isfinite().all()
+        off = (losses - expected_losses).abs().max().item()
+        assert off <= loss, f"rank {rank}: loss off by {off:.2e}: {losses} != {expected_losses}"
+        off = ((norms - expected_norms).abs() / expected_norms).max().item()
+        assert off <= norm, f"rank {rank}: norm off by {off:.2e}: {norms} != {expected_norms}"
+        assert outcome.losses == ranks[0].losses
+        assert outcome.logged == ranks[0].logged
+        assert outcome.logged == outcome.losses
+
+
+def check_batches(ranks: list[Outcome], data: Any) -> None:
+    """Checks that rank ``r`` of ``dp`` drew samples ``r, r + dp, ...`` of each global batch."""
+    for outcome in ranks:
+        for index, rows in enumerate(outcome.batches):
+            start = index * GLOBAL_BATCH
+            mine = range(start + outcome.dp_rank, start + GLOBAL_BATCH, outcome.dp)
+            assert rows == [data[i][0].tolist() for i in mine]
+    assert {outcome.dp_rank for outcome in ranks} == set(range(ranks[0].dp))

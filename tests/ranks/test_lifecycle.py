@@ -1,0 +1,144 @@
+"""From a Trainer's start to its teardown, several times in one process."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.testing import run_ranks
+from tests.ranks.trainers import (
+    SIZES,
+    Blocks,
+    NumberedGPT,
+    Recorder,
+    loader,
+    make_trainer,
+    numbered_rows,
+    numbered_tokens,
+)
+
+
+def fit_in_turn(layouts):
+    """One Trainer after the other; what each saw and left behind."""
+    original = torch.Tensor.cuda, torch.Tensor.type
+    seen = []
+    for layout in layouts:
+        recorder = Recorder()
+        trainer = make_trainer(SIZES[layout], callbacks=[recorder])
+        trainer.fit(NumberedGPT(), loader(numbered_tokens(4) * 4, 4))
+        sizes = trainer.strategy.layout
+        seen.append(
+            {
+                "sizes": (sizes.tp, sizes.pp, sizes.vpp, sizes.dp),
+                "steps": len(recorder.losses),
+                "fell": recorder.losses[-1] < recorder.losses[0],
+                "restored": (torch.Tensor.cuda, torch.Tensor.type) == original,
+                "engine": parallel_state.model_parallel_is_initialized(),
+                "world": dist.get_world_size(),
+            }
+        )
+    return seen
+
+
+def test_trainers_of_different_layouts_one_after_the_other():
+    layouts = ["tp2", "pp2vpp2", "dp2", "pp2", "tp2"]
+    expected = [(2, 1, None, 1), (1, 2, 2, 1), (1, 1, None, 2), (1, 2, None, 1), (2, 1, None, 1)]
+    for seen in run_ranks(fit_in_turn, 2, layouts):
+        assert [s["sizes"] for s in seen] == expected
+        assert [s["steps"] for s in seen] == [4, 4, 2, 4, 4]
+        for each in seen:
+            assert each["fell"]
+            assert each["restored"]
+            assert not each["engine"]
+            assert each["world"] == 2
+
+
+class Peeking(Blocks):
+    """Looks at the strategy at different times."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def configure_model(self):
+        super().configure_model()
+        strategy = self.trainer.strategy
+        self.seen["layout"] = (strategy.layout.pp, strategy.layout.dp)
+        self.seen["groups"] = {
+            name: dist.get_process_group_ranks(getattr(strategy.groups, name))
+            for name in ("tp", "pp", "dp", "mp", "world_cpu")
+        }
+        self.seen["early stats"] = strategy.step_stats
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen["norm"] = self.trainer.strategy.step_stats.grad_norm
+
+
+def peek():
+    trainer, module = make_trainer({"pp": 2}), Peeking()
+    missing = []
+    for name in ("layout", "groups", "switches"):
+        with pytest.raises(NotInitializedError, match="Trainer"):
+            getattr(trainer.strategy, name)
+        missing.append(name)
+    trainer.fit(module, loader(numbered_rows(16), 4))
+    with pytest.raises(NotInitializedError, match="teardown"):
+        _ = trainer.strategy.groups
+    return missing, module.seen
+
+
+def test_layout_and_groups_are_public_while_they_exist():
+    ranks = run_ranks(peek, 4)
+    for rank, (missing, seen) in enumerate(ranks):
+        assert len(missing) == 3
+        assert seen["layout"] == (2, 2)
+        assert seen["groups"] == {
+            "tp": [rank],
+            "pp": [rank % 2, rank % 2 + 2],
+            "dp": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "mp": [rank % 2, rank % 2 + 2],
+            "world_cpu": [0, 1, 2, 3],
+        }
+        assert seen["early stats"] is None
+        assert seen["norm"] == ranks[0][1]["norm"] > 0
+
+
+def fit_and_listen():
+    """Log records of this rank that hold the run header."""
+    records = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            records.append(record.getMessage())
+
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utilities"):
+        logging.getLogger(name).addHandler(Listener())
+    trainer = make_trainer({"pp": 2})
+    trainer.fit(Blocks(), loader(numbered_rows(8), 4), loader(numbered_rows(8), 4))
+    return [text for text in dict.fromkeys(records) if "overlap_grad_reduce" in text], sum(
+        "overlap_grad_reduce" in text for text in records
+    )
+
+
+def test_the_header_is_printed_once_and_by_rank_zero():
+    (first, count), *others = run_ranks(fit_and_listen, 2)
+    assert count >= 1
+    (header,) = first
+    assert "pp 2 x dp 1 = 2 ranks on CPU" in header
+    assert all(texts == [] for texts, _ in others)
+
+
+def call_outside_a_step():
+    module = Blocks()
+    trainer = make_trainer({"pp": 2})
+    trainer.fit(module, loader(numbered_rows(8), 4))
+    with pytest.raises(NotInitializedError, match=r"cut into 2 stages.*only inside training_step"):
+        module.model(torch.zeros(1, 6))
+    return True
+
+
+def test_a_cut_model_cannot_be_called_outside_a_step():
+    assert run_ranks(call_outside_a_step, 2) == [True, True]
