@@ -1,20 +1,22 @@
 """Runs Lightning's own tests with MCoreStrategy in place of the Trainer's default strategy.
 
     python benchmarks/lightning_suite.py --tests ~/pytorch-lightning/tests/tests_pytorch
-    python benchmarks/lightning_suite.py --tests ... --ranks 2 --select loops core/test_metric_result_integration.py
+    python benchmarks/lightning_suite.py --tests ... --ranks 2 --select loops models/test_hooks.py
 
-The tests come from a source checkout of Lightning (a 2.6 tag) and stay as they are. This file is also
-the pytest plugin that each test process loads: it gives every ``Trainer`` that leaves ``strategy``
-at its default an ``MCoreStrategy()`` on the CPU. What is counted:
+The tests come from a source checkout of Lightning (a 2.6 tag) and stay as they are. This file is
+also the pytest plugin that each test process loads. It gives every ``Trainer`` that leaves
+``strategy`` at its default an ``MCoreStrategy()`` on the CPU, and lets ``torch.load`` read
+the Lightning part of our checkpoints, which are directories. What is counted:
 
 * passed, failed: tests that ran a Trainer on the strategy;
 * not applicable, with a reason each: a test that names its own strategy, accelerator or number of
   devices, that never runs a Trainer, that is skipped by Lightning, that fails in this environment
-  without the strategy as well (two ranks: under DDPStrategy as well), or that is in ``EXCLUDED``.
+  without the strategy as well (two ranks: under DDPStrategy as well), that meets a stated refusal
+  (``REFUSALS``), or that is in ``EXCLUDED``.
 
-Tests in ``EXCLUDED`` run too; one that passes is counted as passed and named, so that the table does
-not outlive its reasons. With ``--ranks 2`` every rank runs the same tests as a process of its own,
-started from outside, and a test passes if it passes on both.
+Tests in ``EXCLUDED`` run too; one that passes is counted as passed and named, so that the table
+does not outlive its reasons. With ``--ranks 2`` every rank runs the same tests as a process of its
+own, started from outside, and a test passes if it passes on both.
 """
 
 from __future__ import annotations
@@ -60,6 +62,11 @@ SELECTIONS = {
 
 EXCLUDED: tuple[tuple[str, str], ...] = ()
 """Pattern of a test's name below ``tests_pytorch`` -> why it cannot hold under this strategy."""
+
+REFUSALS: tuple[tuple[str, str], ...] = (
+    ("`automatic_optimization` (False)", "refused: manual optimization"),
+)
+"""Part of the message of a ConfigurationError of ours -> what is refused."""
 
 _RANKS = "LIGHTNING_SUITE_RANKS"
 _STRATEGY = "LIGHTNING_SUITE_STRATEGY"
@@ -155,6 +162,24 @@ def _inject(recorder: _Recorder, ranks: int) -> None:
         started(self)
 
     cls.setup_environment = setup_environment
+    if mcore:
+        _read_checkpoints_by_torch_load()
+
+
+def _read_checkpoints_by_torch_load() -> None:
+    import torch
+
+    from lightning_mcore.checkpoint_files import LIGHTNING_FILE
+
+    original = torch.load
+
+    @functools.wraps(original)
+    def load(file, *args, **kwargs):
+        if isinstance(file, (str, os.PathLike)) and Path(file).is_dir():
+            file = Path(file) / LIGHTNING_FILE
+        return original(file, *args, **kwargs)
+
+    torch.load = load
 
 
 class _TestProcess:
@@ -235,7 +260,10 @@ def run_tests(
                 *(sys.executable, "-m", "pytest", "-p", Path(__file__).stem),
                 *("-c", str(tests.parent.parent / "pyproject.toml")),
                 *("-p", "no:cacheprovider", "--color=no", "-q", "--tb=short"),
-                *("-p", "no:randomly", f"--timeout={timeout}", "--timeout-method=signal"),
+                # Of the engine's own calls; Lightning's settings make such warnings errors.
+                *("-W", "ignore:`load_state_dict` is deprecated:FutureWarning"),
+                *("-W", "ignore:`save_state_dict` is deprecated:FutureWarning"),
+                *(f"--timeout={timeout}", "--timeout-method=signal"),
                 *(str(tests / name) for name in select),
             ]
             processes.append(
@@ -321,6 +349,8 @@ def classify(
             verdict = ("passed", "in EXCLUDED, but passes" if reason else "")
         elif reason is not None:
             verdict = ("not applicable", reason)
+        elif refusal := next((why for part, why in REFUSALS if part in message), None):
+            verdict = ("not applicable", refusal)
         elif control.get(name, {}).get("outcome") == "failed":
             verdict = ("not applicable", f"fails here under {control_name} as well")
         else:
@@ -360,7 +390,9 @@ def main() -> int:
         suspects = [
             name
             for name, record in results.items()
-            if record["outcome"] == "failed" and excluded_reason(name) is None
+            if record["outcome"] == "failed"
+            and excluded_reason(name) is None
+            and not any(part in str(record["message"]) for part, _ in REFUSALS)
         ]
         control = (
             run_tests(tests, suspects, strategy=control_strategy, **settings) if suspects else {}

@@ -8,6 +8,7 @@ a model-parallel group computes the same runs because it holds the same batch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,9 +76,11 @@ def plan_training(
     Raises:
         ConfigurationError: If the batch does not divide; on every rank of the layout alike.
     """
+    multiple = pp if interleaved else 1
+    if split is not None and (micro_batch_size is not None or pp > 1):
+        return _plan_by_hook(split(batch, micro_batch_size or 1), multiple)
     samples = batch_size(batch)
     wanted = micro_batch_size or (samples if pp == 1 else 1)
-    multiple = pp if interleaved else 1
     if regular_batch_size is not None and samples < regular_batch_size:
         size = _largest_divisor(samples, wanted, multiple)
         if size is None:
@@ -88,6 +91,27 @@ def plan_training(
                 f" leaves a multiple of {pp}."
             )
         wanted = size
+    _check_divides(samples, wanted, multiple)
+    return Run(tuple(Microbatch(piece, wanted) for piece in split_batch(batch, wanted)))
+
+
+def _plan_by_hook(pieces: Sequence[Any], multiple: int) -> Run:
+    sizes = [batch_size(piece) for piece in pieces]
+    if not sizes or len(set(sizes)) > 1:
+        raise ConfigurationError(
+            "The `split_batch` hook must return microbatches of one size for training, but they"
+            f" have {sizes} samples; return a list of equally sized microbatches."
+        )
+    if len(sizes) % multiple:
+        raise ConfigurationError(
+            f"The `split_batch` hook returned {len(sizes)} microbatches, which must be a multiple"
+            f" of `pp` ({multiple}) in the interleaved schedule; return"
+            f" {(len(sizes) // multiple + 1) * multiple}."
+        )
+    return Run(tuple(Microbatch(piece, sizes[0]) for piece in pieces))
+
+
+def _check_divides(samples: int, wanted: int, multiple: int) -> None:
     if samples % wanted:
         raise ConfigurationError(
             f"The batch of {samples} samples per data-parallel rank must be a multiple of"
@@ -97,18 +121,13 @@ def plan_training(
         )
     count = samples // wanted
     if count % multiple:
+        fitting = _largest_divisor(samples, wanted, multiple)
         raise ConfigurationError(
             f"`num_microbatches` ({count} = batch of {samples} samples / `micro_batch_size`"
-            f" {wanted}) must be a multiple of `pp` ({pp}) in the interleaved schedule; use a batch"
-            f" size of {(count // pp + 1) * pp * wanted}"
-            + (
-                f" or `micro_batch_size={_largest_divisor(samples, wanted, multiple)}`."
-                if _largest_divisor(samples, wanted, multiple)
-                else "."
-            )
+            f" {wanted}) must be a multiple of `pp` ({multiple}) in the interleaved schedule; use a"
+            f" batch size of {(count // multiple + 1) * multiple * wanted}"
+            + (f" or `micro_batch_size={fitting}`." if fitting else ".")
         )
-    pieces = split_batch(batch, wanted, split)
-    return Run(tuple(Microbatch(piece, wanted) for piece in pieces))
 
 
 def plan_evaluation(
@@ -124,21 +143,21 @@ def plan_evaluation(
     Where the interleaved schedule needs more microbatches than there are, real ones are repeated as
     fillers, whose results are dropped.
     """
-    samples = batch_size(batch)
-    size = min(micro_batch_size or (samples if pp == 1 else 1), samples) or 1
-    pieces = split_batch(batch, size, split)
-    full = [Microbatch(piece, size) for piece in pieces[: samples // size]]
-    rest = [Microbatch(piece, samples % size) for piece in pieces[samples // size :]]
+    if split is not None and (micro_batch_size is not None or pp > 1):
+        pieces = list(split(batch, micro_batch_size or 1))
+    else:
+        samples = batch_size(batch)
+        pieces = split_batch(batch, micro_batch_size or (samples if pp == 1 else 1))
     runs = []
-    for group in (full, rest):
-        if group:
-            missing = -len(group) % pp if interleaved else 0
-            fillers = [dataclasses.replace(group[0], is_filler=True)] * missing
-            runs.append(Run(tuple(group + fillers)))
+    for size, group in itertools.groupby(pieces, key=batch_size):
+        real = [Microbatch(piece, size) for piece in group]
+        missing = -len(real) % pp if interleaved else 0
+        fillers = [dataclasses.replace(real[0], is_filler=True)] * missing
+        runs.append(Run(tuple(real + fillers)))
     return runs
 
 
-def split_batch(batch: Any, size: int, split: SplitHook | None = None) -> list[Any]:
+def split_batch(batch: Any, size: int) -> list[Any]:
     """Cuts ``batch`` along dim 0 into pieces of ``size`` samples, the last one possibly shorter.
 
     Tensors are cut along dim 0 (views, no copy), and so are sequences with one entry per sample;
@@ -148,8 +167,6 @@ def split_batch(batch: Any, size: int, split: SplitHook | None = None) -> list[A
     Raises:
         ConfigurationError: If tensors disagree about the number of samples.
     """
-    if split is not None:
-        return list(split(batch, size))
     samples = batch_size(batch)
     if size >= samples:
         return [batch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from lightning_mcore.run import ModelRun
 
 class CheckpointStrategy(LayoutStrategy):
     """Saves and loads checkpoints that are directories of shards, on all ranks together."""
+
+    def _engine_context(self) -> AbstractContextManager[Any]:
+        """In which the engine can be called; re-entered for a save after ``fit``."""
+        raise NotImplementedError
 
     @property
     def _model_run(self) -> ModelRun:
@@ -59,21 +64,22 @@ class CheckpointStrategy(LayoutStrategy):
                 " use; leave it out."
             )
         run = self._model_run
-        run.gather_parameters()
         with_optimizer = bool(checkpoint.pop("optimizer_states", None))
         checkpoint.pop("state_dict", None)
-        save_checkpoint(
-            Path(self.broadcast(str(filepath))),
-            self._train_state(with_optimizer),
-            checkpoint,
-            layout=self.layout,
-            groups=self.groups,
-            info={
-                "precision": str(self.precision_plugin.precision),
-                "global_step": checkpoint.get("global_step"),
-                "epoch": checkpoint.get("epoch"),
-            },
-        )
+        with self._engine_context():
+            run.gather_parameters()
+            save_checkpoint(
+                Path(self.broadcast(str(filepath))),
+                self._train_state(with_optimizer),
+                checkpoint,
+                layout=self.layout,
+                groups=self.groups,
+                info={
+                    "precision": str(self.precision_plugin.precision),
+                    "global_step": checkpoint.get("global_step"),
+                    "epoch": checkpoint.get("epoch"),
+                },
+            )
 
     @override
     def load_checkpoint(

@@ -7,6 +7,7 @@ learning rate, betas and weight decay from them before every step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class EngineOptimizer:
         fields: Mapping[str, Any],
         names: Mapping[int, str],
     ) -> None:
+        _check_steps_without_closure(torch_optimizer)
         self.kind = optimizer_kind(torch_optimizer)
         self._torch = torch_optimizer
         self._chunks: list[Any] = list(chunks)
@@ -142,6 +144,16 @@ def _engine_fields(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any
         fields["adam_eps"] = group["eps"]
         fields["decoupled_weight_decay"] = kind != "adam_l2"
     return fields
+
+
+def _check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} evaluates the loss itself, through the closure that its"
+            " step() requires, but the engine runs forward and backward once per step; use an"
+            " optimizer whose step() needs no closure, such as AdamW or SGD."
+        )
 
 
 def _check_all_optimized(groups: Sequence[Sequence[Any]], names: Mapping[int, str]) -> None:

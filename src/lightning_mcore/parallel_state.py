@@ -62,9 +62,7 @@ def init_parallel_state(
 
     Collective over the world.
     """
-    if engine.parallel_state_exists():
-        # Another Trainer of this process left without teardown; its groups cannot be reused.
-        engine.destroy_parallel_state()
+    _destroy_live(graceful=True)
     engine.init_parallel_state(
         layout, timeout_minutes=max(1, round(timeout_s / 60)), instances=instances
     )
@@ -77,7 +75,14 @@ def init_parallel_state(
     groups = Groups(**engine.engine_groups(), world_cpu=world_cpu)
     if layout.pp > 1:
         _warm_up_pipeline(groups.pp, device)
-    return ParallelState(layout, groups, _agree_on_seed(layout, world_cpu))
+    state = ParallelState(layout, groups, _agree_on_seed(layout, world_cpu))
+    _live.append(state)
+    return state
+
+
+def is_live(state: ParallelState) -> bool:
+    """Whether the groups of ``state`` still exist."""
+    return any(live is state for live in _live)
 
 
 def destroy_parallel_state(state: ParallelState, *, graceful: bool) -> None:
@@ -88,14 +93,29 @@ def destroy_parallel_state(state: ParallelState, *, graceful: bool) -> None:
         graceful: Whether to release communicators, which waits for other ranks; not after an error,
             when others may be stuck in a collective.
     """
+    if is_live(state):
+        _destroy_live(graceful=graceful)
+
+
+_live: list[ParallelState] = []
+"""The one state that exists in this process, as the engine has room for only one."""
+
+
+def _destroy_live(*, graceful: bool) -> None:
+    while _live:
+        _destroy_groups(_live.pop().groups, graceful=graceful)
+    if engine.parallel_state_exists():
+        engine.destroy_parallel_state()
+
+
+def _destroy_groups(groups: Groups, *, graceful: bool) -> None:
     if graceful and dist.is_initialized():
         seen = {id(dist.group.WORLD)}
         for name in Groups.__dataclass_fields__:
-            group = getattr(state.groups, name)
+            group = getattr(groups, name)
             if id(group) not in seen:
                 seen.add(id(group))
                 dist.destroy_process_group(group)
-    engine.destroy_parallel_state()
 
 
 def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:

@@ -8,7 +8,7 @@ engine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
+from torch import nn
 
 from lightning_mcore._mcore import engine
-from lightning_mcore.build import find_model
+from lightning_mcore.build import Factory, build_pipeline, find_model
 from lightning_mcore.checkpoint import load_weights
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import (
@@ -28,12 +29,13 @@ from lightning_mcore.engine_fields import (
     model_fields,
     optimizer_fields,
 )
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
 from lightning_mcore.optimizer import build_training, optimizer_kind
 from lightning_mcore.parallel_state import ParallelState
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
+from lightning_mcore.stage import Pipeline
 from lightning_mcore.switches import Facts, Switch, Switches, resolve_switches
 
 # WeightAveraging came with Lightning 2.6.
@@ -65,6 +67,7 @@ class Request:
         """Refuses fields that are set elsewhere."""
         check_ddp_fields(self.ddp)
         check_optimizer_fields(self.optimizer)
+        engine.check_field_names(ddp=self.ddp, optimizer=self.optimizer)
 
     @property
     def optimizer_instances(self) -> int:
@@ -146,6 +149,30 @@ def fields_for_model(
     facts = request.facts(precision, device, native=native)
     switches = resolve_switches(request.switches, layout, facts)
     return model_fields(layout, switches, precision.engine_fields(native=native), device)
+
+
+def build_model(
+    model: Factory | nn.Sequential | Sequence[nn.Module],
+    request: Request,
+    state: ParallelState,
+    precision: MCorePrecision,
+    device: torch.device,
+) -> tuple[Pipeline, Request]:
+    """Builds this rank's chunks, without sequence parallelism if ``"auto"`` meets a refusal.
+
+    Returns:
+        The model, and the request with what was learnt about it.
+    """
+    native = not callable(model) or isinstance(model, nn.Module)
+    fields = fields_for_model(request, state.layout, precision, device, native=native)
+    try:
+        return build_pipeline(model, state, fields), request
+    except SequenceParallelRefused:
+        if request.switches.sequence_parallel != "auto":
+            raise
+    request = dataclasses.replace(request, torch_norms_only=True)
+    fields = fields_for_model(request, state.layout, precision, device, native=native)
+    return build_pipeline(model, state, fields), request
 
 
 def prepare_run(

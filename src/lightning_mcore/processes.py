@@ -40,8 +40,8 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to inject samplers and to honour ``sync_dist``."""
-        return True
+        """Whether Lightning injects samplers and honours ``sync_dist``: not for one process."""
+        return self.num_processes * self.num_nodes > 1
 
     @property
     @override

@@ -26,7 +26,7 @@ from lightning_mcore.metrics import set_batch_value
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import merge_outputs
 from lightning_mcore.parallel_state import ParallelState
-from lightning_mcore.precision import MCorePrecision
+from lightning_mcore.precision import Clipping, MCorePrecision
 from lightning_mcore.schedule import StepFunction, StepRunner
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.step_log import LOSS, LogExchange, StepLog
@@ -139,10 +139,24 @@ class ModelRun:
         self._emit(log)
         return merge_outputs(outputs)
 
+    def to_all_stages(self, output: Any) -> Any:
+        """Hands what the last stage has to the earlier ones; collective over the pipeline group.
+
+        Users collect predictions on the main process, which is a first stage.
+        """
+        if self.state.layout.pp == 1:
+            return output
+        box = [output if self.state.layout.is_last_stage else None]
+        group = self.state.groups.pp
+        source = dist.get_process_group_ranks(group)[-1]
+        dist.broadcast_object_list(box, source, group=group, device=self.device)
+        return box[0]
+
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
         self.stats = self.optimizer.step(self.precision.clipping)
+        self.precision.clipping = Clipping()
         self._starts_accumulation = True
         if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
             # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks

@@ -158,7 +158,12 @@ class StepRunner:
                 return step(microbatch.data), False
         is_last = self._is_last(chunk)
         counts = is_last and not microbatch.is_filler
-        handler, was_called = run_chunk(chunk, is_last=is_last, drop_output=microbatch.is_filler)
+        handler, was_called = run_chunk(
+            chunk,
+            is_last=is_last,
+            is_whole=self._pipeline.stages[0].count == 1,
+            drop_output=microbatch.is_filler,
+        )
         with (
             self._pipeline.handling(handler),
             self._step_context(),

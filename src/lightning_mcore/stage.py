@@ -132,20 +132,21 @@ class Pipeline(nn.Module):
 
 
 def run_chunk(
-    chunk: nn.Module, *, is_last: bool, drop_output: bool = False
+    chunk: nn.Module, *, is_last: bool, is_whole: bool = False, drop_output: bool = False
 ) -> tuple[Handler, Callable[[], bool]]:
     """A handler that runs ``chunk`` once, and a function that tells whether it did.
 
     Args:
         chunk: The wrapped chunk.
         is_last: Whether the code after the model call is to run.
+        is_whole: Whether the chunk is the whole model, which may be called as often as wanted.
         drop_output: Ends the step after the call even on the last stage (for filler microbatches).
     """
     called = False
 
     def handler(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal called
-        if called:
+        if called and not is_whole:
             raise ConfigurationError(
                 "The model is called twice in one step, but a pipeline stage runs once per"
                 " microbatch; call it once and share its output, or use pp=1."

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,11 +19,11 @@ from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
-from lightning_mcore.build import Factory, build_pipeline
+from lightning_mcore.build import Factory
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.data_check import check_same_batch
-from lightning_mcore.errors import NotInitializedError, SequenceParallelRefused
+from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import agreeing_loader
 from lightning_mcore.metrics import replicated_metrics
@@ -35,12 +33,13 @@ from lightning_mcore.parallel_state import (
     ParallelState,
     destroy_parallel_state,
     init_parallel_state,
+    is_live,
 )
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.prepare import (
     Request,
+    build_model,
     check_trainer,
-    fields_for_model,
     prepare_run,
     resolve_before_groups,
 )
@@ -182,19 +181,10 @@ class MCoreStrategy(CheckpointStrategy):
             A module to be called like the whole model. In a step, the call ends the step on every
             stage but the last, whose remaining code computes the loss.
         """
-        native = not callable(model) or isinstance(model, nn.Module)
-        try:
-            return build_pipeline(model, self._parallel_state, self._model_fields(native))
-        except SequenceParallelRefused:
-            if self._request.switches.sequence_parallel != "auto":
-                raise
-        self._request = dataclasses.replace(self._request, torch_norms_only=True)
-        return build_pipeline(model, self._parallel_state, self._model_fields(native))
-
-    def _model_fields(self, native: bool) -> dict[str, Any]:
-        return fields_for_model(
-            self._request, self.layout, self.precision_plugin, self.root_device, native=native
+        pipeline, self._request = build_model(
+            model, self._request, self._parallel_state, self.precision_plugin, self.root_device
         )
+        return pipeline
 
     def sync_parameters(self) -> None:
         """Makes parameters whole on this rank, for code that reads weights between steps.
@@ -221,8 +211,7 @@ class MCoreStrategy(CheckpointStrategy):
             world_size=self.world_size,
             rank=self.global_rank,
         )
-        if self.root_device.type == "cpu":
-            self._exits.enter_context(CpuAdapter())
+        self._exits.enter_context(self._engine_context())
         self._init_world()
         self._state = init_parallel_state(
             self.layout,
@@ -230,6 +219,10 @@ class MCoreStrategy(CheckpointStrategy):
             timeout_s=self._timeout_s,
             instances=self._request.optimizer_instances,
         )
+
+    @override
+    def _engine_context(self) -> AbstractContextManager[Any]:
+        return CpuAdapter() if self.root_device.type == "cpu" else nullcontext()
 
     @property
     def _parallel_state(self) -> ParallelState:
@@ -290,8 +283,11 @@ class MCoreStrategy(CheckpointStrategy):
     @property
     @override
     def _model_run(self) -> ModelRun:
-        if self._run is None:
-            raise NotInitializedError("The model is wrapped in the Trainer's setup; run a Trainer.")
+        if self._run is None or not is_live(self._run.state):
+            raise NotInitializedError(
+                "The model runs on the engine from the Trainer's setup until another Trainer of"
+                " this process starts; save checkpoints before that."
+            )
         return self._run
 
     @override
@@ -324,14 +320,7 @@ class MCoreStrategy(CheckpointStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        predictions = self._evaluate("predict_step", *args, **kwargs)
-        if self.layout.pp == 1:
-            return predictions
-        # Users collect predictions on the main process, which is a first stage.
-        box = [predictions if self.layout.is_last_stage else None]
-        source = dist.get_process_group_ranks(self.groups.pp)[-1]
-        dist.broadcast_object_list(box, source, group=self.groups.pp, device=self.root_device)
-        return box[0]
+        return self._model_run.to_all_stages(self._evaluate("predict_step", *args, **kwargs))
 
     def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.lightning_module, name)
@@ -377,13 +366,8 @@ class MCoreStrategy(CheckpointStrategy):
     def on_validation_start(self) -> None:
         self._model_run.start_evaluation()
 
-    @override
-    def on_test_start(self) -> None:
-        self._model_run.start_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._model_run.start_evaluation()
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
 
     @override
     def on_validation_end(self) -> None:
@@ -401,15 +385,20 @@ class MCoreStrategy(CheckpointStrategy):
 
     @override
     def teardown(self) -> None:
+        """Leaves the engine. After an error the groups go too; else they wait for the next Trainer.
+
+        Until another Trainer of this process starts, ``trainer.save_checkpoint`` still works, as
+        users of other strategies expect after ``fit``.
+        """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._run = None
         self._checked_batch = False
         try:
-            if self._state is not None:
-                destroy_parallel_state(self._state, graceful=not self._failed)
+            if self._failed and self._state is not None:
+                self._run = None
+                destroy_parallel_state(self._state, graceful=False)
+                self._state = None
         finally:
-            self._state = None
             self._failed = False
             self._exits.close()
         self.cluster_environment.teardown()

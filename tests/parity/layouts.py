@@ -41,12 +41,12 @@ class Watch(L.Callback):
     """Fills an ``Outcome``."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        layout = trainer.strategy.layout
-        self.outcome = Outcome(layout.dp_rank, layout.dp)
-        switches = trainer.strategy.switches
-        self.outcome.switches = {
-            name: getattr(switches, name).effective for name in type(switches).__dataclass_fields__
-        }
+        kwargs = trainer.distributed_sampler_kwargs
+        self.outcome = Outcome(kwargs.get("rank", 0), kwargs.get("num_replicas", 1))
+        if isinstance(trainer.strategy, MCoreStrategy):
+            switches = trainer.strategy.switches
+            names = type(switches).__dataclass_fields__
+            self.outcome.switches = {name: getattr(switches, name).effective for name in names}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         self.outcome.losses.append(float(outputs["loss"]))
@@ -80,11 +80,9 @@ class ParityGPT(GPT):
 
 
 def fit(
-    module: L.LightningModule, data: Any, world_size: int, strategy: Any, training: Training
+    module: L.LightningModule, data: Any, world_size: int, dp: int, strategy: Any, training: Training
 ) -> Outcome:
-    """Trains ``module`` on this rank with a strategy, or with the arguments of ours."""
-    if isinstance(strategy, Mapping):
-        strategy = MCoreStrategy(**strategy)
+    """Trains ``module`` on this rank; DistributedSampler gives it its part of each global batch."""
     watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -101,8 +99,6 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # What DistributedSampler leaves of a global batch for each data-parallel rank.
-    dp = world_size // (strategy._request.sizes.tp * strategy._request.sizes.pp)
     trainer.fit(module, DataLoader(data, batch_size=GLOBAL_BATCH // dp))
     assert trainer.global_step == STEPS
     return watch.outcome
@@ -111,7 +107,9 @@ def fit(
 def _fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
     torch.manual_seed(1)
     module = ParityGPT(training)
-    outcome = fit(module, token_dataset(training.samples), world_size, strategy, training)
+    dp = world_size // (strategy.get("tp", 1) * strategy.get("pp", 1))
+    data = token_dataset(training.samples)
+    outcome = fit(module, data, world_size, dp, MCoreStrategy(**strategy), training)
     outcome.shards = [shard.copied() for shard in module.shards]
     outcome.state = {}
     return outcome

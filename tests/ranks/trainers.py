@@ -187,3 +187,61 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
         name.split("chunks.")[-1]: param.detach().clone()
         for name, param in module.named_parameters()
     }
+
+
+def block_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters of ``make_blocks`` on this rank, by their name in the whole."""
+    return {
+        name.split("blocks.")[-1]: param.detach().clone()
+        for name, param in module.named_parameters()
+    }
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole model's weights; those that several ranks hold must be equal."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            torch.testing.assert_close(value, whole.setdefault(name, value), rtol=0, atol=0)
+    return whole
+
+
+def train_plainly(
+    data: list[dict[str, Tensor]],
+    batches: list[list[list[int]]],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    *,
+    lrs: list[list[float]] | None = None,
+    clip: Callable[[list[Tensor]], Any] | None = None,
+    divisor: int = 1,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Trains ``make_blocks`` in a loop of torch alone.
+
+    Args:
+        data: Samples by number.
+        batches: Sample numbers of each batch of each step.
+        make_optimizer: As for ``Blocks``.
+        lrs: Learning rate of each group at each step, where it changes.
+        clip: Called with the parameters before each step.
+        divisor: Of each batch's mean loss.
+
+    Returns:
+        Weights, and the norm of the gradient of each step before clipping.
+    """
+    model = make_blocks()
+    optimizer = make_optimizer(model)
+    norms = []
+    for step, of_step in enumerate(batches):
+        for group, lr in zip(optimizer.param_groups, lrs[step] if lrs else [], strict=False):
+            group["lr"] = lr
+        optimizer.zero_grad()
+        for ids in of_step:
+            x = torch.stack([data[i]["x"] for i in ids])
+            y = torch.stack([data[i]["y"] for i in ids])
+            ((model(x) - y).square().mean() / divisor).backward()
+        params = list(model.parameters())
+        norms.append(float(torch.stack([p.grad.norm() for p in params]).norm()))
+        if clip is not None:
+            clip(params)
+        optimizer.step()
+    return block_weights(model), norms

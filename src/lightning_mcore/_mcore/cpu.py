@@ -67,9 +67,13 @@ class CpuAdapter(contextlib.AbstractContextManager["CpuAdapter"]):
     def __enter__(self) -> CpuAdapter:
         _refuse_gpu()
         if CpuAdapter._users == 0:
-            with contextlib.ExitStack() as stack:
-                _install(Patches(stack))
-                CpuAdapter._installed = stack.pop_all()
+            # Not moved to another stack when complete: modules imported later add to this one.
+            CpuAdapter._installed = contextlib.ExitStack()
+            try:
+                _install(Patches(CpuAdapter._installed))
+            except BaseException:
+                CpuAdapter._installed.close()
+                raise
             if not CpuAdapter._announced and _is_rank_zero():
                 CpuAdapter._announced = True
                 _log.warning(

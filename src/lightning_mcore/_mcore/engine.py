@@ -141,25 +141,37 @@ def native_config(num_layers: int, fields: Mapping[str, Any]) -> TransformerConf
     )
 
 
-def _checked(config_class: type, fields: Mapping[str, Any], argument: str) -> Any:
+def check_field_names(*, ddp: Iterable[str] = (), optimizer: Iterable[str] = ()) -> None:
+    """Refuses names that the engine's DDP or optimizer config does not have.
+
+    Raises:
+        ConfigurationError: Naming them.
+    """
+    for names, config_class, argument in (
+        (ddp, DistributedDataParallelConfig, "ddp"),
+        (optimizer, OptimizerConfig, "optimizer"),
+    ):
+        _check_names(config_class, names, argument)
+
+
+def _check_names(config_class: type, names: Iterable[str], argument: str) -> None:
     known = {field.name for field in dataclasses.fields(config_class)}
-    unknown = sorted(set(fields) - known)
+    unknown = sorted(set(names) - known)
     if unknown:
         raise ConfigurationError(
             f"`{argument}` has fields {unknown} that {config_class.__name__} of megatron-core"
             f" {ENGINE_VERSION} does not know; remove them or install a version that has them."
         )
-    return config_class(**fields)
 
 
 def ddp_config(fields: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """The engine's DDP config; unknown field names are a ConfigurationError."""
-    return _checked(DistributedDataParallelConfig, fields, "ddp")
+    """The engine's DDP config."""
+    return DistributedDataParallelConfig(**fields)
 
 
 def optimizer_config(fields: Mapping[str, Any]) -> OptimizerConfig:
-    """The engine's optimizer config; unknown field names are a ConfigurationError."""
-    return _checked(OptimizerConfig, fields, "optimizer")
+    """The engine's optimizer config."""
+    return OptimizerConfig(**fields)
 
 
 # ------------------------------------------------------------------------------ chunks
