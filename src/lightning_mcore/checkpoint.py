@@ -284,7 +284,7 @@ def _load(
         if optimizer is not None:
             settings = engine.read_common(target)["optimizer"]
             model = state_dict.model_tree(state.chunks, layout, metadata)
-            optimizer_state.load_optimizer(optimizer, model, loaded["optimizer"], settings)
+            optimizer_state.load_optimizer(optimizer, model, loaded.get("optimizer", {}), settings)
         elif state.optimizer is not None:
             state.optimizer.reload_model_params()
         state.extra.update(loaded.get("extra", {}))
@@ -334,9 +334,9 @@ def _together(
 ) -> T:
     """Runs ``action`` on every rank; if it fails on any, all raise the same error.
 
-    An action that is ``collective`` itself fails on all ranks alike where it can foresee it. Where
-    it cannot, others may be waiting in it, out of reach: this rank then raises at once, so that its
-    end frees them.
+    An action that is ``collective`` itself raises CheckpointError on all ranks alike. At any other
+    error, ranks may be waiting in it, out of reach: this one raises at once, so that its end frees
+    them.
     """
     error: BaseException | None = None
     result: Any = None
@@ -347,7 +347,7 @@ def _together(
     except engine.CheckpointException as caught:
         error = caught
     except Exception as caught:
-        if collective:
+        if collective and not isinstance(caught, CheckpointError):
             text = f"{outcome}: {what} failed on rank {dist.get_rank()}: {cause(caught)}"
             raise CheckpointError(text) from caught
         error = caught

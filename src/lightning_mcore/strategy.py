@@ -139,8 +139,6 @@ class MCoreStrategy(CheckpointStrategy):
         self._failed = False
         self._release_schedulers: Callable[[], None] = _nothing_held
 
-    # ------------------------------------------------------------------ what users read
-
     @property
     @override
     def layout(self) -> Layout:
@@ -195,8 +193,6 @@ class MCoreStrategy(CheckpointStrategy):
         if self._run is not None:
             self._run.gather_parameters()
 
-    # ------------------------------------------------------------------ processes and groups
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -232,8 +228,6 @@ class MCoreStrategy(CheckpointStrategy):
                 " configure_model, setup, or later hooks."
             )
         return self._state
-
-    # ------------------------------------------------------------------ model and optimizer
 
     @property
     @override
@@ -277,8 +271,6 @@ class MCoreStrategy(CheckpointStrategy):
         self._reset_optimizers_and_schedulers()
         self.setup_optimizers(trainer)
         return self.optimizers[0]
-
-    # ------------------------------------------------------------------ steps
 
     @property
     @override
@@ -376,8 +368,6 @@ class MCoreStrategy(CheckpointStrategy):
     @override
     def on_train_end(self) -> None:
         self._model_run.set_hooks(False)
-
-    # ------------------------------------------------------------------ the end
 
     @override
     def on_exception(self, exception: BaseException) -> None:

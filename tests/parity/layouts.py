@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.testing import run_ranks
@@ -41,23 +41,45 @@ class Watch(L.Callback):
     """Fills an ``Outcome``."""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        kwargs = trainer.distributed_sampler_kwargs
-        self.outcome = Outcome(kwargs.get("rank", 0), kwargs.get("num_replicas", 1))
+        kwargs = sampler_arguments(trainer)
+        self.outcome = Outcome(kwargs["rank"], kwargs["num_replicas"])
         if isinstance(trainer.strategy, MCoreStrategy):
             switches = trainer.strategy.switches
             names = type(switches).__dataclass_fields__
             self.outcome.switches = {name: getattr(switches, name).effective for name in names}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        self.outcome.losses.append(float(outputs["loss"]))
+        # Lightning divides what the step returned by the batches of an accumulation.
+        self.outcome.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         self.outcome.logged.append(float(trainer.callback_metrics["train_loss"]))
         self.outcome.batches.append(batch[0].tolist())
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if stepped and isinstance(trainer.strategy, MCoreStrategy):
             self.outcome.grad_norms.append(trainer.strategy.step_stats.grad_norm)
 
     def on_train_end(self, trainer, module) -> None:
-        trainer.strategy.sync_parameters()
+        if isinstance(trainer.strategy, MCoreStrategy):
+            trainer.strategy.sync_parameters()
         self.outcome.state = {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+class InOrder(L.LightningDataModule):
+    """The samples in their order, where Lightning's own sampler would shuffle them."""
+
+    def __init__(self, data: Any, batch_size: int) -> None:
+        super().__init__()
+        self.data = data
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        kwargs = sampler_arguments(self.trainer)
+        sampler = DistributedSampler(self.data, shuffle=False, **kwargs)
+        return DataLoader(self.data, batch_size=self.batch_size, sampler=sampler)
+
+
+def sampler_arguments(trainer: L.Trainer) -> dict[str, int]:
+    """``num_replicas`` and ``rank`` as Lightning gives them to a DistributedSampler."""
+    return trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
 
 
 class ParityGPT(GPT):
@@ -82,7 +104,7 @@ class ParityGPT(GPT):
 def fit(
     module: L.LightningModule, data: Any, world_size: int, dp: int, strategy: Any, training: Training
 ) -> Outcome:
-    """Trains ``module`` on this rank; DistributedSampler gives it its part of each global batch."""
+    """Trains ``module`` on this rank, on its part of each global batch."""
     watch = Watch()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -99,7 +121,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=GLOBAL_BATCH // dp))
+    trainer.fit(module, datamodule=InOrder(data, GLOBAL_BATCH // dp))
     assert trainer.global_step == STEPS
     return watch.outcome
 
@@ -140,9 +162,9 @@ def check_steps(
         assert off <= loss, f"rank {rank}: loss off by {off:.2e}: {losses} != {expected_losses}"
         off = ((norms - expected_norms).abs() / expected_norms).max().item()
         assert off <= norm, f"rank {rank}: norm off by {off:.2e}: {norms} != {expected_norms}"
-        assert outcome.losses == ranks[0].losses
-        assert outcome.logged == ranks[0].logged
-        assert outcome.logged == outcome.losses
+        assert outcome.losses == ranks[0].losses, rank
+        assert outcome.logged == ranks[0].logged, rank
+        assert outcome.logged == outcome.losses, rank
 
 
 def check_batches(ranks: list[Outcome], data: Any) -> None:

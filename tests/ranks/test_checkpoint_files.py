@@ -247,42 +247,44 @@ def check_pair(tmp_path, saved, loaded, tolerance=1e-5, **model):
             assert_same_state(whole, other)
             if target == saved:
                 assert later == losses
-                assert place == rank * 10
             else:
                 assert later == pytest.approx(losses, abs=tolerance)
-                assert place is None
+            same = LAYOUTS[target][:2] == LAYOUTS[saved][:2]
+            assert place == (rank * 10 if same else None)
 
 
 # ------------------------------------------------------------------------------ any layout
 
 
-@pytest.mark.parametrize("saved", ["one", "dp2", "dp2plain", "tp2", "pp2", "pp2vpp2"])
+@pytest.mark.parametrize("saved", ["dp2", "tp2", "pp2", "pp2vpp2"])
 def test_two_ranks_load_what_any_two_ranks_saved(tmp_path, saved):
-    check_pair(tmp_path, saved, ["one", "dp2", "dp2plain", "tp2", "pp2", "pp2vpp2"])
+    check_pair(tmp_path, saved, ["dp2", "tp2", "pp2", "pp2vpp2"])
 
 
-@pytest.mark.parametrize("saved", ["tp2pp2", "tp2dp2"])
-def test_four_ranks_and_two(tmp_path, saved):
-    check_pair(tmp_path, saved, ["tp2pp2", "tp2dp2", "pp2vpp2", "one"])
+def test_one_rank_and_two(tmp_path):
+    check_pair(tmp_path, "one", ["one", "dp2", "dp2plain", "tp2"])
+
+
+def test_four_ranks_and_two(tmp_path):
+    check_pair(tmp_path, "tp2pp2", ["tp2pp2", "tp2dp2", "pp2vpp2", "one"])
 
 
 def test_tied_embeddings_over_stages(tmp_path):
     check_pair(tmp_path, "pp2", ["pp2", "dp2", "tp2"], tied=True)
 
 
-@pytest.mark.parametrize("saved", ["one", "dp2", "ep2"])
+@pytest.mark.parametrize("saved", ["dp2", "ep2"])
 def test_experts(tmp_path, saved):
     check_pair(tmp_path, saved, ["one", "dp2", "ep2"], experts=4)
 
 
-@pytest.mark.parametrize("saved", ["dp2", "dp2plain", "tp2"])
+@pytest.mark.parametrize("saved", ["dp2", "tp2"])
 def test_bf16_main_parameters(tmp_path, saved):
-    check_pair(tmp_path, saved, ["one", "dp2", "tp2"], bf16=True, tolerance=2e-2)
+    check_pair(tmp_path, saved, ["dp2", "tp2"], bf16=True, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("optimizer", ["NAdam", "RAdam"])
-def test_torch_optimizers_that_the_engine_does_not_know(tmp_path, optimizer):
-    check_pair(tmp_path, "dp2plain", ["dp2plain", "tp2", "one"], optimizer=optimizer)
+def test_a_torch_optimizer_that_the_engine_does_not_know(tmp_path):
+    check_pair(tmp_path, "dp2plain", ["dp2plain", "tp2"], optimizer="NAdam")
 
 
 # ------------------------------------------------------------------------------ what is in it
@@ -409,6 +411,20 @@ def plain_blocks(layout, groups, path, load, optimizer="AdamW", steps=3):
     return saved, saved_entries, inner.param_groups[0]["lr"], later
 
 
+@pytest.fixture(scope="module")
+def saved_blocks(tmp_path_factory):
+    """A checkpoint of two stages of plain layers, not to be changed."""
+    path = tmp_path_factory.mktemp("saved") / "last.ckpt"
+    run_ranks(plain_blocks, 2, str(path), False, sizes={"pp": 2})
+    return path
+
+
+@pytest.fixture
+def own_copy(saved_blocks, tmp_path):
+    """A copy of it, alone in its directory."""
+    return Path(shutil.copytree(saved_blocks, tmp_path / "last.ckpt"))
+
+
 def merged(results, index):
     return {name: value for result in results for name, value in result[index].items()}
 
@@ -472,10 +488,8 @@ def messages_for_other_models(layout, groups, path):
     return found, changed
 
 
-def test_what_does_not_fit_is_listed_by_name(tmp_path):
-    path = str(tmp_path / "last.ckpt")
-    run_ranks(plain_blocks, 1, path, False)
-    results = run_ranks(messages_for_other_models, 2, path)
+def test_what_does_not_fit_is_listed_by_name(own_copy):
+    results = run_ranks(messages_for_other_models, 2, str(own_copy))
     for found, changed in results:
         assert "keys of the model are missing in the checkpoint" in found["more"]
         assert "blocks.4.0.weight" in found["more"]
@@ -532,11 +546,9 @@ def errors_of_loading(layout, groups, path):
         (shutil.rmtree, "There is no checkpoint"),
     ],
 )
-def test_a_damaged_checkpoint_is_one_clear_error_on_all_ranks(tmp_path, damage, message):
-    path = tmp_path / "last.ckpt"
-    run_ranks(plain_blocks, 1, str(path), False)
-    damage(path)
-    first, second = run_ranks(errors_of_loading, 2, str(path))
+def test_a_damaged_checkpoint_is_one_clear_error_on_all_ranks(own_copy, damage, message):
+    damage(own_copy)
+    first, second = run_ranks(errors_of_loading, 2, str(own_copy))
     assert message in first
     assert first == second
 
@@ -547,13 +559,8 @@ LOCAL_POINTS = (
     "describing the model",
     "describing shards",
     "writing the manifest",
-    "renaming",
 )
-MAIN_POINTS = (
-    "common.pt written",
-    "lightning.pt written",
-    "manifest written",
-)
+MAIN_POINTS = ("common.pt written", "lightning.pt written", "manifest written", "renaming")
 COMMIT_POINTS = ("exchanged", "renamed")
 
 
@@ -633,9 +640,9 @@ def save_where_it_cannot(layout, groups, path):
 
 def test_a_path_that_cannot_be_a_directory(tmp_path):
     (tmp_path / "file").write_text("")
-    below_file, url = run_ranks(save_where_it_cannot, 2, str(tmp_path / "file" / "last.ckpt"))
-    assert below_file == url
-    assert "rank 0: NotADirectoryError" in below_file
+    below_file, same = run_ranks(save_where_it_cannot, 2, str(tmp_path / "file" / "last.ckpt"))
+    assert below_file == same
+    assert "rank 0: FileExistsError" in below_file
     first, _ = run_ranks(save_where_it_cannot, 2, "s3://bucket/last.ckpt")
     assert "is a URL" in first
 
@@ -664,9 +671,8 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("point", "victim"), KILLS)
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path, point, victim):
-    path = tmp_path / "last.ckpt"
-    run_ranks(plain_blocks, 2, str(path), False, sizes={"pp": 2})
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(own_copy, tmp_path, point, victim):
+    path = own_copy
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(killed_in_a_save, 2, str(path), point, victim, sizes={"pp": 2}, timeout_s=30)
     complete = point in COMMIT_POINTS

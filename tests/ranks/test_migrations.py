@@ -1,4 +1,4 @@
-"""Ordinary Lightning projects, written for DDP, moved to MCoreStrategy by the strategy line alone."""
+"""Ordinary Lightning projects written for DDP, moved here by their strategy line alone."""
 
 import lightning as L
 import pytest

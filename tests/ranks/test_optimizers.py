@@ -137,7 +137,7 @@ def global_batches(ranks, layout):
     return [[sum(parts, [])] for parts in zip(*replicas.values(), strict=True)]
 
 
-def assert_like_torch(ranks, layout, make_optimizer, **options):
+def assert_like_torch(ranks, layout, make_optimizer, *, compare_norms=True, **options):
     """Compares weights and gradient norms with a loop of torch over the same samples."""
     weights = joined([rank["weights"] for rank in ranks])
     data = numbered_rows(STEPS * SAMPLES * dp_of(layout))
@@ -148,7 +148,7 @@ def assert_like_torch(ranks, layout, make_optimizer, **options):
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6, msg=name)
         assert not torch.allclose(value, start[name], atol=1e-4), f"{name} has hardly moved"
-    for rank in ranks:
+    for rank in ranks if compare_norms else []:
         assert rank["norms"] == pytest.approx(norms, rel=1e-4)
 
 
@@ -181,10 +181,10 @@ def cosine_per_epoch(module):
 
 
 def on_plateau(module):
-    """Takes a falling loss for no progress, so that every epoch but the first lowers the rate."""
+    """No later value is ever good enough, so that every epoch but the first lowers the rate."""
     optimizer = plain_sgd(module)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        optimizer, mode="max", factor=0.5, patience=0
+        optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
     )
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
@@ -222,10 +222,10 @@ def test_schedules_drive_the_engine(case, layout):
     ranks = run_ranks(fit_with_schedule, ranks_of(layout), layout, make_optimizer, epochs)
     for rank in ranks:
         assert rank["warnings"] == []
-        assert [r for r in rank["rates"]] == [pytest.approx(r) for r in rates]
+        assert rank["rates"] == [pytest.approx(r) for r in rates]
     if case == "plateau":
         validated = ranks[0]["validated"]
-        assert validated[0] > validated[1]
+        assert len(set(validated)) == 3
         assert all(rank["validated"] == validated for rank in ranks)
     assert_like_torch(
         ranks, layout, lambda module: optimizer_of(make_optimizer(module)), lrs=rates
@@ -256,28 +256,8 @@ def test_gradients_are_clipped_over_the_whole_model(limit, algorithm, clip, layo
         gradient_clip_val=limit,
         gradient_clip_algorithm=algorithm,
     )
-    assert clipped_once(ranks, limit)
-    if algorithm == "value":  # the norm that the engine reports is that of the clamped gradient
-        ranks = [{**rank, "norms": None} for rank in ranks]
-        weights = joined([rank["weights"] for rank in ranks])
-        data = numbered_rows(STEPS * SAMPLES * dp_of(layout))
-        expected, _ = train_plainly(data, global_batches(ranks, layout), plain_sgd, clip=clip)
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6)
-        return
-    data_and_steps = {"clip": clip}
-    weights = joined([rank["weights"] for rank in ranks])
-    data = numbered_rows(STEPS * SAMPLES * dp_of(layout))
-    expected, norms = train_plainly(
-        data, global_batches(ranks, layout), plain_sgd, **data_and_steps
-    )
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6)
-    assert ranks[0]["norms"] == pytest.approx(norms, rel=1e-4)
-
-
-def clipped_once(ranks, limit):
-    return max(ranks[0]["norms"]) > limit
+    # Each norm is that of the gradient before it is clipped by norm, but after it is by value.
+    assert_like_torch(ranks, layout, plain_sgd, clip=clip, compare_norms=algorithm == "norm")
 
 
 class ClipsInEvenSteps(Blocks):

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -76,9 +77,6 @@ def exit_quietly():
 
 
 def exit_after_return():
-    import atexit  # noqa: F401
-    import threading
-
     threading.Thread(target=time.sleep, args=(60,)).start()
     return "returned"
 

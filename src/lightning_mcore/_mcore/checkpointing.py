@@ -9,7 +9,9 @@ and needs neither forked writers nor a collective on the device.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +53,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from lightning_mcore.errors import CheckpointError
 
 __all__ = ["CheckpointException", "Stored"]
 
@@ -193,18 +197,20 @@ def write(
     Collective over the world.
 
     Raises:
+        CheckpointError: On every rank, if shards are missing or overlap.
         CheckpointException: On every rank, with the failures by rank.
     """
     _check_complete(sharded, world_cpu)
     share = determine_main_replica_uniform_distribution(sharded, dp_cp)
     distribute_main_replicas_with_precomputed_distribution(sharded, dp_cp, share)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    save_shards(
-        mcore_to_pyt_state_dict(by_key, is_loading=False),
-        storage_writer=FileSystemWriter(directory),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        process_group=world_cpu,
-    )
+    with _without_torch_notices():
+        save_shards(
+            mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=FileSystemWriter(directory),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=world_cpu,
+        )
 
 
 def write_common(directory: Path, common: dict[str, Any]) -> None:
@@ -229,10 +235,10 @@ def _check_complete(sharded: Tree, world_cpu: dist.ProcessGroup) -> None:
         try:
             validate_sharding_integrity(shards)
         except Exception as error:
-            box[0] = error
+            box[0] = str(error)
     dist.broadcast_object_list(box, 0, group=world_cpu)
     if box[0] is not None:
-        raise box[0]
+        raise CheckpointError(f"the shards of all ranks do not make up the model: {box[0]}")
 
 
 def contents(directory: Path) -> dict[str, Stored]:
@@ -254,8 +260,17 @@ def read(directory: Path, tree: Tree) -> Tree:
     """
     force_all_tensors_to_non_fp8(tree)
     sharded, result, factories = load_preprocess(tree)
-    merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
+    with _without_torch_notices():
+        merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
     return apply_factory_merges(result, factories)
+
+
+@contextlib.contextmanager
+def _without_torch_notices() -> Iterator[None]:
+    """Hides torch's notices to the engine about names that will go."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def read_common(directory: Path) -> dict[str, Any]:

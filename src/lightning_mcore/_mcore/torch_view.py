@@ -129,10 +129,12 @@ def _seed(seed: int) -> None:
 
 
 def get_rng_state(*_: Any, **__: Any) -> Tensor:
+    """State of the CPU generator, whatever device it is asked of."""
     return torch.get_rng_state()
 
 
 def set_rng_state(new_state: Tensor, *_: Any, **__: Any) -> None:
+    """Sets the CPU generator, whatever device it is meant for."""
     torch.set_rng_state(new_state)
 
 

@@ -28,10 +28,11 @@ __all__ = ["ModelSummary"]
 class ModelSummary(callbacks.ModelSummary):
     """Prints the modules of global rank zero, and the parameters of the whole model.
 
-    A rank holds some stages of the model, and its share of their tensor-parallel layers. Lightning's
-    own summary, which the Trainer adds by itself, counts just those. Here the totals, trainable or
-    not, and the size in MB are over all pipeline stages and tensor- and expert-parallel ranks, each
-    parameter counted once. The table's rows, its modes and FLOPs are those of rank zero, and say so.
+    A rank holds some stages of the model, and its share of their tensor-parallel layers, and
+    Lightning's own summary, which the Trainer adds by itself, counts just those. Here the totals,
+    trainable or not, and the size in MB are over all pipeline stages and tensor- and
+    expert-parallel ranks, each parameter counted once. The table's rows, its modes and FLOPs are
+    those of rank zero, and say so.
 
     Takes the place of Lightning's summary when it is among the Trainer's callbacks, and equals it
     under any other strategy.

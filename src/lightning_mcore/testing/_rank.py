@@ -66,7 +66,10 @@ def _start_server(environment: Mapping[str, str]) -> None:
     tools = [name for name in ("pytest",) if name in sys.modules]
     multiprocessing.set_forkserver_preload([*PRELOADED, *tools])
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with _environ({**environment, "PYTHONPATH": path}):
+    # The engine's warnings about missing GPU extensions would appear with the first test.
+    quiet = "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not installed"
+    warnings = ",".join(filter(None, (quiet, environment.get("PYTHONWARNINGS"))))
+    with _environ({**environment, "PYTHONPATH": path, "PYTHONWARNINGS": warnings}):
         forkserver.ensure_running()
 
 
