@@ -19,6 +19,7 @@ from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.pytorch.plugins.precision import Precision
@@ -32,6 +33,14 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
     """The launcher that re-runs the script once per local rank, as DDPStrategy uses it."""
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def limit_threads(num_processes: int) -> None:
+    """Shares the host's cores among its ranks, unless the user has set OMP_NUM_THREADS.
+
+    Lightning's launcher does so in the main process only, not in the ranks that it starts.
+    """
+    _set_num_threads_if_needed(num_processes)
 
 
 def world_is_initialized() -> bool:

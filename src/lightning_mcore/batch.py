@@ -7,9 +7,10 @@ a model-parallel group computes the same runs because it holds the same batch.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +114,11 @@ def _plan_by_hook(pieces: Sequence[Any], multiple: int) -> Run:
 
 def _check_divides(samples: int, wanted: int, multiple: int) -> None:
     if samples % wanted:
+        below = samples // wanted * wanted
         raise ConfigurationError(
             f"The batch of {samples} samples per data-parallel rank must be a multiple of"
             f" `micro_batch_size` ({wanted}); use a batch size of"
-            f" {max(samples // wanted, 1) * wanted} or {(samples // wanted + 1) * wanted}, or a"
+            f" {' or '.join(str(n) for n in sorted({max(below, wanted), below + wanted}))}, or a"
             f" `micro_batch_size` that divides {samples}."
         )
     count = samples // wanted
@@ -189,9 +191,13 @@ def _slice(value: Any, samples: int, start: int, stop: int) -> Any:
             )
         return value[start:stop]
     if isinstance(value, Mapping):
-        return type(value)(  # type: ignore[call-arg]
-            {key: _slice(item, samples, start, stop) for key, item in value.items()}
-        )
+        cut = {key: _slice(item, samples, start, stop) for key, item in value.items()}
+        if isinstance(value, MutableMapping):
+            # Keeps what else such a mapping holds, a default factory for example.
+            same = copy.copy(value)
+            same.update(cut)
+            return same
+        return type(value)(cut)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {
             field.name: _slice(getattr(value, field.name), samples, start, stop)

@@ -62,6 +62,7 @@ class EngineOptimizer:
         chunks: Chunks wrapped in the engine's DDP.
         fields: Fields of the engine's OptimizerConfig.
         names: Parameter names by id, for messages.
+        tensor_parallel: Ranks that share a parameter.
 
     Raises:
         ConfigurationError: If a trainable parameter is in no group of the optimizer.
@@ -73,8 +74,11 @@ class EngineOptimizer:
         chunks: Sequence[nn.Module],
         fields: Mapping[str, Any],
         names: Mapping[int, str],
+        *,
+        tensor_parallel: int = 1,
     ) -> None:
         _check_steps_without_closure(torch_optimizer)
+        _check_fits_shards(torch_optimizer, tensor_parallel)
         self.kind = optimizer_kind(torch_optimizer)
         self._torch = torch_optimizer
         self._chunks: list[Any] = list(chunks)
@@ -87,6 +91,9 @@ class EngineOptimizer:
             else engine.build_optimizer(config, chunks, groups)
         )
         self._config = config
+        self._low_precision = config.params_dtype != torch.float32 and not (
+            config.bf16 or config.fp16
+        )
 
     @property
     def runs_torch_optimizer(self) -> bool:
@@ -107,17 +114,30 @@ class EngineOptimizer:
         Args:
             clipping: Of this step.
         """
-        self._config.clip_grad = clipping.norm
+        norm_before = self._clip_low_precision(clipping.norm) if self._low_precision else None
+        self._config.clip_grad = 0.0 if self._low_precision else clipping.norm
         if clipping.value > 0.0:
             engine.clamp_gradients(self._chunks, clipping.value * self._loss_scale())
         if not self.runs_torch_optimizer:
             self._copy_settings()
         successful, grad_norm, num_zeros = self.engine.step()
+        grad_norm = grad_norm if norm_before is None else norm_before
         return StepStats(
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_zeros=None if num_zeros is None else int(num_zeros),
             skipped=not successful,
         )
+
+    def _clip_low_precision(self, limit: float) -> float | None:
+        """Clips bf16 gradients, which the engine's clip_grads.py refuses; returns their norm."""
+        if limit <= 0.0:
+            return None
+        self.engine.prepare_grads()
+        norm = float(self.engine.get_grad_norm())
+        if norm > limit:
+            for chunk in self._chunks:
+                chunk.scale_gradients(limit / (norm + 1e-6))
+        return norm
 
     def _loss_scale(self) -> float:
         """Factor on the gradients in the buffers under fp16."""
@@ -144,6 +164,16 @@ def _engine_fields(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any
         fields["adam_eps"] = group["eps"]
         fields["decoupled_weight_decay"] = kind != "adam_l2"
     return fields
+
+
+def _check_fits_shards(optimizer: torch.optim.Optimizer, tensor_parallel: int) -> None:
+    """Refuses optimizers that look at whole matrices, of which a rank holds a part."""
+    name = type(optimizer).__name__
+    if tensor_parallel > 1 and name in ("Adafactor", "Muon", "Shampoo", "SOAP"):
+        raise ConfigurationError(
+            f"{name} works on whole matrices, but with `tp` ({tensor_parallel}) a rank holds only"
+            " its shard of them, which would change the update; use AdamW, or tp=1."
+        )
 
 
 def _check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -188,7 +218,13 @@ def build_training(
         optimizer_fields: Of the engine's optimizer config.
     """
     wrapped = engine.wrap_ddp(chunks, config, ddp_fields)
-    optimizer = EngineOptimizer(torch_optimizer, wrapped, optimizer_fields, names)
+    optimizer = EngineOptimizer(
+        torch_optimizer,
+        wrapped,
+        optimizer_fields,
+        names,
+        tensor_parallel=config.tensor_model_parallel_size,
+    )
     engine.set_schedule_hooks(
         config, wrapped, optimizer.engine, overlap=switches.overlap_grad_reduce.effective
     )

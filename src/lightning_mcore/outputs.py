@@ -38,7 +38,8 @@ def _merge(values: list[Any], samples: list[int]) -> Any:
     if isinstance(first, Mapping):
         return {key: _merge([value[key] for value in values], samples) for key in first}
     if isinstance(first, tuple):
-        return tuple(_merge(list(items), samples) for items in zip(*values, strict=True))
+        joined = [_merge(list(items), samples) for items in zip(*values, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else tuple(joined)
     if isinstance(first, list):
         if any(isinstance(item, (Tensor, Mapping)) for item in first):
             return [_merge(list(items), samples) for items in zip(*values, strict=True)]

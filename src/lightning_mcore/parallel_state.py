@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -103,19 +104,21 @@ _live: list[ParallelState] = []
 
 def _destroy_live(*, graceful: bool) -> None:
     while _live:
-        _destroy_groups(_live.pop().groups, graceful=graceful)
+        _destroy_groups(_live.pop().groups, graceful=graceful and dist.is_initialized())
     if engine.parallel_state_exists():
         engine.destroy_parallel_state()
 
 
 def _destroy_groups(groups: Groups, *, graceful: bool) -> None:
-    if graceful and dist.is_initialized():
+    if graceful:
         seen = {id(dist.group.WORLD)}
         for name in Groups.__dataclass_fields__:
             group = getattr(groups, name)
             if id(group) not in seen:
                 seen.add(id(group))
-                dist.destroy_process_group(group)
+                # A group that is not known any more has been destroyed by somebody else.
+                with suppress(ValueError):
+                    dist.destroy_process_group(group)
 
 
 def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_mcore._mcore import engine
@@ -106,6 +107,11 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`automatic_optimization` (False) cannot work here: the engine's schedule runs forward"
             " and backward of all microbatches as one, with one optimizer; use automatic"
             " optimization, or train modules with several optimizers under DDPStrategy."
+        )
+    if is_overridden("backward", module, pl.LightningModule):
+        raise ConfigurationError(
+            "`backward` is overridden, but the engine's schedule runs the backward pass of every"
+            " microbatch itself; scale or combine losses in training_step instead."
         )
     averaging = [
         type(callback).__name__

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_mcore import _lightning
 from lightning_mcore.layout import Layout
 from lightning_mcore.parallel_state import Groups
+from lightning_mcore.step_log import ALREADY_REDUCED
 
 
 class LayoutStrategy(ParallelStrategy):
@@ -91,7 +92,7 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over data parallel unless told otherwise: model-parallel peers hold copies."""
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or group is ALREADY_REDUCED:
             return tensor
         return _lightning.reduce_tensor(tensor, group or self.groups.dp_cp, reduce_op)
 

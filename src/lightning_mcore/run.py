@@ -27,11 +27,15 @@ from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import merge_outputs
 from lightning_mcore.parallel_state import ParallelState
 from lightning_mcore.precision import Clipping, MCorePrecision
+from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.schedule import StepFunction, StepRunner
 from lightning_mcore.stage import Pipeline
-from lightning_mcore.step_log import LOSS, LogExchange, StepLog
+from lightning_mcore.step_log import ALREADY_REDUCED, LOSS, LogExchange, StepLog
 from lightning_mcore.switches import Facts, Switches
 from lightning_mcore.version import package_versions
+
+_SEEDS_PER_RUN = 7919
+"""Keeps the chunks' streams of stages away from each other and from those of the engine."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +57,8 @@ class ModelRun:
     seq_length: int | None = None
     optimizer: EngineOptimizer | None = None
     stats: StepStats | None = None
+    randomness: StepRandomness | None = None
+    """Random streams of chunks and steps, where the model has several stages."""
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
     _regular_batch_size: int | None = None
@@ -63,12 +69,17 @@ class ModelRun:
     def __post_init__(self) -> None:
         layout = self.state.layout
         native = self.is_native
+        if self.pipeline is not None and self.pipeline.stages[0].count > 1:
+            self.randomness = StepRandomness(
+                self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank)
+            )
         self._runner = StepRunner(
             self.pipeline,
             self.chunks,
             device=self.device,
             step_context=lambda: self.precision.step_context(self.device, native=native),
             seq_length=self.seq_length,
+            randomness=self.randomness,
         )
         self._exchange = LogExchange(
             self.state.groups.world_cpu,
@@ -237,6 +248,8 @@ class ModelRun:
                 reduce_fx=logged.key.reduction,
                 # A tensor, so that the host does not wait for it; Lightning only computes with it.
                 batch_size=cast(int, logged.weight),
+                sync_dist=True,
+                sync_dist_group=ALREADY_REDUCED,
                 **settings,
             )
         return loss

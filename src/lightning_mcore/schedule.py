@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import Microbatch, Run
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.stage import ModelCall, Pipeline, StageEnd, observe_call, run_chunk
 from lightning_mcore.step_log import StepLog
 
@@ -43,6 +44,7 @@ class StepRunner:
         device: Of this rank.
         step_context: Opens the context in which a step runs (autocast).
         seq_length: Tokens, where the model call does not show them.
+        randomness: Random streams, where the model has several stages.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class StepRunner:
         device: torch.device,
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seq_length: int | None = None,
+        randomness: StepRandomness | None = None,
     ) -> None:
+        self._randomness = randomness
         self._pipeline = pipeline
         self._chunks = list(chunks)
         self._device = device
@@ -127,10 +131,24 @@ class StepRunner:
         *,
         forward_only: bool,
     ) -> list[MicrobatchOutput]:
+        with self._randomness.schedule() if self._randomness is not None else nullcontext():
+            return self._run_schedule(step, run, log, on_last, forward_only=forward_only)
+
+    def _run_schedule(
+        self,
+        step: StepFunction,
+        run: Run,
+        log: StepLog,
+        on_last: Callable[[Any, Microbatch], tuple[Tensor, Callable[..., Any]]],
+        *,
+        forward_only: bool,
+    ) -> list[MicrobatchOutput]:
         seq_length, micro_batch_size = self._activation_shape(step, run)
 
         def forward_step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
-            microbatch: Microbatch = next(iterator)
+            index, microbatch = next(iterator)
+            if self._randomness is not None:
+                self._randomness.begin_step(index)
             output, ended = self._call(step, chunk, microbatch, log)
             if not ended:
                 return on_last(output, microbatch)
@@ -141,7 +159,7 @@ class StepRunner:
         records = engine.run_schedule(
             forward_step,
             self._chunks,
-            [iter(run.microbatches) for _ in self._chunks],
+            [iter(enumerate(run.microbatches)) for _ in self._chunks],
             num_microbatches=len(run.microbatches),
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -163,6 +181,7 @@ class StepRunner:
             is_last=is_last,
             is_whole=self._pipeline.stages[0].count == 1,
             drop_output=microbatch.is_filler,
+            around=self._randomness.chunk if self._randomness is not None else nullcontext,
         )
         with (
             self._pipeline.handling(handler),

@@ -8,7 +8,7 @@ its own chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -132,7 +132,12 @@ class Pipeline(nn.Module):
 
 
 def run_chunk(
-    chunk: nn.Module, *, is_last: bool, is_whole: bool = False, drop_output: bool = False
+    chunk: nn.Module,
+    *,
+    is_last: bool,
+    is_whole: bool = False,
+    drop_output: bool = False,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Handler, Callable[[], bool]]:
     """A handler that runs ``chunk`` once, and a function that tells whether it did.
 
@@ -140,6 +145,7 @@ def run_chunk(
         chunk: The wrapped chunk.
         is_last: Whether the code after the model call is to run.
         is_whole: Whether the chunk is the whole model, which may be called as often as wanted.
+        around: Opens a context around the call of the chunk.
         drop_output: Ends the step after the call even on the last stage (for filler microbatches).
     """
     called = False
@@ -152,7 +158,8 @@ def run_chunk(
                 " microbatch; call it once and share its output, or use pp=1."
             )
         called = True
-        output = chunk(*args, **kwargs)
+        with around():
+            output = chunk(*args, **kwargs)
         if not is_last or drop_output:
             raise StageEnd(output)
         return output

@@ -26,6 +26,10 @@ from lightning_mcore.metrics import batch_value
 LOSS = "loss of the step"
 """Key under which the returned loss travels; a space keeps it apart from logged names."""
 
+ALREADY_REDUCED = object()
+"""Stands for the group of a value that every rank holds alike: reducing it changes nothing. Saying
+so, rather than ``sync_dist=False``, keeps Lightning from advising to synchronise it."""
+
 _REDUCTIONS = {
     "mean": "mean",
     "avg": "mean",

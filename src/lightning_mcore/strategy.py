@@ -155,7 +155,7 @@ class MCoreStrategy(CheckpointStrategy):
 
     @property
     def switches(self) -> Switches:
-        """Effective value and reason of every communication switch."""
+        """Effective value and reason of every switch."""
         if self._switches is None:
             raise NotInitializedError(
                 "Switches are resolved once the Trainer has started processes."
@@ -208,6 +208,7 @@ class MCoreStrategy(CheckpointStrategy):
             rank=self.global_rank,
         )
         self._exits.enter_context(self._engine_context())
+        _lightning.limit_threads(self.num_processes)
         self._init_world()
         self._state = init_parallel_state(
             self.layout,

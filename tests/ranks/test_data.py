@@ -151,7 +151,7 @@ def test_replicas_may_differ():
 
 # ------------------------------------------------------------------------------ structures
 
-Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["x", "y"])
 
 
 @dataclass

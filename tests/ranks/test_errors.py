@@ -209,7 +209,9 @@ def refusal(table, case):
     message = None
     try:
         trainer = make_trainer(strategy, **options)
-        data = numbered_rows(16) if issubclass(module_class, (Blocks, Plain)) else numbered_tokens(16)
+        data = (
+            numbered_rows(16) if issubclass(module_class, (Blocks, Plain)) else numbered_tokens(16)
+        )
         trainer.fit(module_class(), loader(data, 4))
     except ConfigurationError as error:
         message = str(error)

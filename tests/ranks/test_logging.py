@@ -271,9 +271,7 @@ def test_each_validation_loader_has_its_own_keys(layout):
 def fit_with_loggers(layout, folder):
     loggers = [CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="board")]
     recorder = Recorder()
-    trainer = make_trainer(
-        SIZES[layout], logger=loggers, log_every_n_steps=1, callbacks=[recorder]
-    )
+    trainer = make_trainer(SIZES[layout], logger=loggers, log_every_n_steps=1, callbacks=[recorder])
     data = numbered_rows(STEPS * SAMPLES * dp_of(layout))
     trainer.fit(Blocks(), loader(data, SAMPLES), loader(data, SAMPLES))
     return recorder.losses, as_floats(trainer.callback_metrics)["val_loss"]

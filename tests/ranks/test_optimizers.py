@@ -227,9 +227,7 @@ def test_schedules_drive_the_engine(case, layout):
         validated = ranks[0]["validated"]
         assert len(set(validated)) == 3
         assert all(rank["validated"] == validated for rank in ranks)
-    assert_like_torch(
-        ranks, layout, lambda module: optimizer_of(make_optimizer(module)), lrs=rates
-    )
+    assert_like_torch(ranks, layout, lambda module: optimizer_of(make_optimizer(module)), lrs=rates)
 
 
 # ------------------------------------------------------------------------------ clipping

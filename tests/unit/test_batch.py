@@ -15,7 +15,7 @@ from lightning_mcore.batch import (
 )
 from lightning_mcore.errors import ConfigurationError
 
-Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["x", "y"])
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class TestSplit:
         assert pieces[1][1][1].tolist() == rows(4, 3)[2:].tolist()
 
     def test_named_tuples_and_dataclasses_are_rebuilt(self):
-        pair, example = split_batch([Pair(rows(4), rows(4)), Example(rows(4), list("abcd"), 0.5)], 3)[
-            1
-        ]
+        pair, example = split_batch(
+            [Pair(rows(4), rows(4)), Example(rows(4), list("abcd"), 0.5)], 3
+        )[1]
         assert isinstance(pair, Pair)
         assert pair.y.tolist() == [[6, 7]]
         assert isinstance(example, Example)
@@ -165,9 +165,7 @@ class TestPlanTraining:
         [(3, 2, 1, [1, 1, 1]), (6, 4, 1, [3, 3]), (6, 4, 2, [3, 3]), (2, 4, 2, [1, 1])],
     )
     def test_the_short_last_batch_is_cut_smaller(self, samples, size, pp, expected):
-        run = plan(
-            samples, micro_batch_size=size, pp=pp, interleaved=pp > 1, regular_batch_size=8
-        )
+        run = plan(samples, micro_batch_size=size, pp=pp, interleaved=pp > 1, regular_batch_size=8)
         assert sizes_of(run) == expected
 
     def test_a_short_last_batch_that_cannot_be_interleaved(self):

@@ -8,7 +8,7 @@ import torch
 from lightning_mcore.outputs import merge_outputs
 from lightning_mcore.schedule import MicrobatchOutput
 
-Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["x", "y"])
 
 
 def merged(*values, samples=None):
@@ -39,7 +39,9 @@ def test_scalars_are_weighted_with_their_samples():
 
 
 def test_a_bf16_scalar_keeps_its_dtype():
-    assert merged(torch.tensor(1.0).bfloat16(), torch.tensor(3.0).bfloat16()).dtype == torch.bfloat16
+    assert (
+        merged(torch.tensor(1.0).bfloat16(), torch.tensor(3.0).bfloat16()).dtype == torch.bfloat16
+    )
 
 
 def test_containers_are_joined_entry_by_entry():

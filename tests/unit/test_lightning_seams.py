@@ -1,0 +1,152 @@
+"""Private names of Lightning that this package uses; each test fails when its name has moved."""
+
+import inspect
+import sys
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities import distributed as fabric_distributed
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+from lightning_mcore import MCoreStrategy, _lightning
+
+
+def test_subprocess_launcher():
+    launcher = _lightning.subprocess_launcher(LightningEnvironment(), 2, 1)
+    assert isinstance(launcher, _SubprocessScriptLauncher)
+    assert (launcher.num_processes, launcher.num_nodes) == (2, 1)
+
+
+def test_world_is_initialized():
+    assert _lightning.world_is_initialized() is False
+
+
+def test_init_world_calls_a_function_of_this_signature():
+    parameters = inspect.signature(fabric_distributed._init_dist_connection).parameters
+    assert list(parameters)[:2] == ["cluster_environment", "torch_distributed_backend"]
+    kinds = {parameter.kind for parameter in parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD in kinds  # timeout= and device_id= go through to torch
+    default = fabric_distributed._get_default_process_group_backend_for_device
+    assert default(torch.device("cpu")) == "gloo"
+
+
+def test_reduce_tensor_without_a_process_group_returns_it():
+    value = torch.tensor(3.0)
+    assert _lightning.reduce_tensor(value, None, "mean") is value
+
+
+def test_set_rank_zero_reaches_lightnings_functions():
+    before = rank_zero_only.rank
+    try:
+        _lightning.set_rank_zero(3)
+        assert rank_zero_only.rank == fabric_rank_zero_only.rank == 3
+        assert rank_zero_only(lambda: "called")() is None
+    finally:
+        _lightning.set_rank_zero(before)
+
+
+class Module(L.LightningModule):
+    def log(self, *args, **kwargs):
+        raise AssertionError("the method is hidden during a step")
+
+
+class TestCaptureLogs:
+    def calls(self, run, module=None):
+        seen = []
+        module = module or L.LightningModule()
+        with _lightning.capture_logs(module, lambda **kwargs: seen.append(kwargs)):
+            run(module)
+        return seen
+
+    def test_arguments_arrive_by_name(self):
+        seen = self.calls(lambda m: m.log("x", 1.0, True, None, False, True, "max"))
+        assert seen == [
+            {
+                "name": "x",
+                "value": 1.0,
+                "prog_bar": True,
+                "logger": None,
+                "on_step": False,
+                "on_epoch": True,
+                "reduce_fx": "max",
+            }
+        ]
+
+    def test_log_dict_arrives_entry_by_entry(self):
+        seen = self.calls(lambda m: m.log_dict({"a": 1.0, "b": 2.0}, on_epoch=True, batch_size=3))
+        assert [(s["name"], s["value"]) for s in seen] == [("a", 1.0), ("b", 2.0)]
+        assert all(s["on_epoch"] is True and s["batch_size"] == 3 for s in seen)
+
+    def test_a_misspelt_argument_is_a_type_error(self):
+        with pytest.raises(TypeError, match="prog_baar"):
+            self.calls(lambda m: m.log("x", 1.0, prog_baar=True))
+
+    def test_the_method_is_back_afterwards(self):
+        module, other = L.LightningModule(), L.LightningModule()
+        method = module.log
+        self.calls(lambda m: None, module)
+        assert module.log == method
+        assert "log" not in vars(module)
+        assert "log" not in vars(other)
+        assert L.LightningModule.log is type(module).log
+
+    def test_the_method_is_back_after_an_error(self):
+        module = L.LightningModule()
+        with pytest.raises(KeyError):
+            self.calls(lambda m: {}["missing"], module)
+        assert "log" not in vars(module)
+
+    def test_only_this_module_is_concerned(self):
+        other = Module()
+        with pytest.raises(AssertionError, match="hidden"):
+            self.calls(lambda m: other.log("x", 1.0))
+
+
+def test_run_closure_runs_the_closure_and_the_hooks_before_a_step():
+    ran = []
+
+    class Noting(Precision):
+        def _after_closure(self, model, optimizer):
+            ran.append(("after", model, optimizer))
+
+    result = _lightning.run_closure(Noting(), "module", "optimizer", lambda: ran.append("closure"))
+    assert result is None
+    assert ran == ["closure", ("after", "module", "optimizer")]
+
+
+def test_agree_on_sigterm_replaces_a_method_that_the_loop_calls():
+    """Lightning has it from 2.6 on, where it is called before every batch."""
+    if not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
+        pytest.skip("this Lightning does not broadcast the flag")
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop)
+
+
+def test_hold_step_schedulers_stops_only_those_by_step():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    by_step = LRSchedulerConfig(schedule, interval="step", frequency=2)
+    by_epoch = LRSchedulerConfig(schedule, interval="epoch", frequency=3)
+    release = _lightning.hold_step_schedulers([by_step, by_epoch])
+    assert (by_step.frequency, by_epoch.frequency) == (sys.maxsize, 3)
+    release()
+    assert (by_step.frequency, by_epoch.frequency) == (2, 3)
+
+
+def test_lightning_steps_schedulers_by_frequency():
+    source = inspect.getsource(_TrainingEpochLoop._update_learning_rates)
+    assert "% config.frequency == 0" in source
+
+
+def test_register_strategies():
+    for name in ("mcore", "mcore_cpu"):
+        assert name in StrategyRegistry.available_strategies()
+        assert isinstance(StrategyRegistry.get(name), MCoreStrategy)
+    assert StrategyRegistry.get("mcore_cpu").process_group_backend == "gloo"
