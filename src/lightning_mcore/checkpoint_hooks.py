@@ -86,18 +86,26 @@ class CheckpointStrategy(LayoutStrategy):
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         assert self.lightning_module is not None
-        fitting = self._model_run.optimizer is not None
+        run = self._model_run
+        fitting = run.optimizer is not None
+        state = self._train_state(fitting)
         loaded = load_checkpoint(
             Path(self.broadcast(str(checkpoint_path))),
-            self._train_state(fitting),
+            state,
             load_optimizer=fitting,
             strict=self.lightning_module.strict_loading,
             layout=self.layout,
             groups=self.groups,
         )
+        if fitting:
+            run.load_rank_state(state.extra)
         return {"state_dict": {}, **loaded}
 
     def _train_state(self, with_optimizer: bool) -> TrainState:
         run = self._model_run
         optimizer = run.optimizer.engine if with_optimizer and run.optimizer else None
-        return TrainState(chunks=run.inner, optimizer=optimizer)
+        return TrainState(
+            chunks=run.inner,
+            optimizer=optimizer,
+            extra=run.rank_state() if with_optimizer else {},
+        )

@@ -1,15 +1,21 @@
-"""Keeps data-parallel ranks together when their loaders do not have the same number of batches.
+"""Loaders as the loops see them: ranks stop together, and a resumed run goes on where it stopped.
 
 A rank that runs out of batches while others go on would leave them waiting in a collective for
 ever. Loaders with a length are compared once; loaders without one agree before every batch, over
 gloo.
+
+Lightning restores the position of loaders that can save it and lets others start anew in the middle
+of an epoch. ``ResumableLoader`` gives plain training loaders a position: how many batches to skip,
+and, per rank, the random state from which the epoch's order was drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -17,6 +23,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.parallel_state import ParallelState
+
+RandomState = tuple[Any, Any, Any]
 
 
 def agreeing_loader(loader: Any, state: ParallelState) -> Any:
@@ -35,8 +43,8 @@ def agreeing_loader(loader: Any, state: ParallelState) -> Any:
     dist.all_gather(gathered, mine, group=state.groups.world_cpu)
     lengths = [int(item) for item in gathered]
     if all(item == -1 for item in lengths):
-        stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        return (StatefulAgreeingLoader if stateful else AgreeingLoader)(loader, state)
+        kind = StatefulAgreeingLoader if saves_position(loader) else AgreeingLoader
+        return kind(loader, state)
     if len(set(lengths)) > 1:
         raise ConfigurationError(
             "Every rank must have the same number of batches, but the loaders have"
@@ -46,16 +54,30 @@ def agreeing_loader(loader: Any, state: ParallelState) -> Any:
     return loader
 
 
-class AgreeingLoader:
+def saves_position(loader: Any) -> bool:
+    """Whether a loader saves its position, such as torchdata's StatefulDataLoader."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+class _LoaderAround:
+    """Stands around a loader and shows its public attributes (dataset, sampler, ...)."""
+
+    def __init__(self, loader: Any) -> None:
+        shown = (
+            {k: v for k, v in vars(loader).items() if not k.startswith("_")}
+            if hasattr(loader, "__dict__")
+            else {}
+        )
+        self.__dict__.update(shown)
+        self.loader = loader
+
+
+class AgreeingLoader(_LoaderAround):
     """Iterates a loader without a length until the first rank has no batch left."""
 
     def __init__(self, loader: Any, state: ParallelState) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self._group = state.groups.world_cpu
-        for name in ("dataset", "sampler", "batch_sampler", "num_workers", "batch_size"):
-            # What Lightning looks at: worker checks, sampler epochs.
-            if hasattr(loader, name):
-                setattr(self, name, getattr(loader, name))
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches while every rank has one."""
@@ -78,10 +100,9 @@ class AgreeingLoader:
 
 
 class StatefulAgreeingLoader(AgreeingLoader):
-    """The same for a loader that saves its position, such as torchdata's StatefulDataLoader.
+    """The same for a loader that saves its position.
 
-    A class of its own, because Lightning restores the position of loaders by whether they have
-    these methods, and skips batches itself for the others.
+    A class of its own, because Lightning tells such loaders by these methods.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,6 +112,67 @@ class StatefulAgreeingLoader(AgreeingLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the position."""
         self.loader.load_state_dict(state_dict)
+
+
+class ResumableLoader(_LoaderAround):
+    """Gives a plain training loader a position within its epoch.
+
+    Args:
+        loader: Iterated anew for every epoch.
+        position: Batches of the running epoch that have been trained on, 0 at its end.
+        epoch_start: This rank's random state from a checkpoint, from which the order of the epoch
+            that it interrupted was drawn; ``None`` if there is none.
+    """
+
+    def __init__(
+        self, loader: Any, position: Callable[[], int], epoch_start: RandomState | None
+    ) -> None:
+        super().__init__(loader)
+        self._position = position
+        self._skip = 0
+        self.epoch_start = epoch_start
+        """Random state of this rank from which the running epoch's order was drawn."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch, where the loader has a length."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches of an epoch, or those that are left of an interrupted one."""
+        skip, self._skip = self._skip, 0
+        if not skip:
+            self.epoch_start = random_state()
+            yield from self.loader
+            return
+        now = random_state()
+        if self.epoch_start is not None:
+            set_random_state(self.epoch_start)
+        iterator = iter(self.loader)
+        for _ in range(skip):
+            next(iterator, None)
+        # Skipping drew what the interrupted run had drawn before; go on from its latest state.
+        set_random_state(now)
+        yield from iterator
+
+    def state_dict(self) -> dict[str, int]:
+        """Batches to skip."""
+        return {"batches": self._position()}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Skips as many batches in the next epoch that is iterated."""
+        self._skip = int(state_dict.get("batches", 0))
+
+
+def random_state() -> RandomState:
+    """State of the host's random streams, from which loaders draw."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_random_state(state: RandomState) -> None:
+    """Restores ``random_state``."""
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
 
 
 _NONE = object()

@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.header import Batch, format_header
+from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
 from lightning_mcore.metrics import set_batch_value
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import merge_outputs
@@ -59,6 +61,9 @@ class ModelRun:
     stats: StepStats | None = None
     randomness: StepRandomness | None = None
     """Random streams of chunks and steps, where the model has several stages."""
+    epoch_start: RandomState | None = None
+    """From a checkpoint, for the training loader that continues its epoch."""
+    _train_loaders: list[ResumableLoader] = field(default_factory=list)
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
     _regular_batch_size: int | None = None
@@ -205,6 +210,28 @@ class ModelRun:
         if self._hooks_on:
             engine.gather_parameters(self.chunks)
 
+    def train_loader(self, trainer: pl.Trainer, loader: Any) -> Any:
+        """A training loader with a position, unless the loader keeps one itself."""
+        if saves_position(loader):
+            return loader
+        resumable = ResumableLoader(loader, partial(_position, trainer), self.epoch_start)
+        self.epoch_start = None
+        self._train_loaders.append(resumable)
+        return resumable
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone knows and an exact resume needs."""
+        return {
+            "chunk streams": None if self.randomness is None else self.randomness.state_dict(),
+            "epoch start": self._train_loaders[-1].epoch_start if self._train_loaders else None,
+        }
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Restores ``rank_state`` of the same rank at the same layout."""
+        self.epoch_start = state.get("epoch start")
+        if self.randomness is not None and state.get("chunk streams") is not None:
+            self.randomness.load_state_dict(state["chunk streams"])
+
     def header(self, facts: Facts, accumulate_grad_batches: int) -> str:
         """What runs, and the effective value of each switch. Collective over the world."""
         total, per_rank = count_parameters(self.inner, self.state)
@@ -278,6 +305,13 @@ def trainable_names(chunks: Sequence[nn.Module]) -> dict[int, str]:
         for name, param in chunk.named_parameters()
         if param.requires_grad
     }
+
+
+def _position(trainer: pl.Trainer) -> int:
+    """Batches trained on in the running epoch; 0 once it has ended."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    at_end = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+    return 0 if at_end else int(progress.current.ready)
 
 
 def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple[int, int]:

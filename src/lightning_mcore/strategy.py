@@ -137,7 +137,7 @@ class MCoreStrategy(CheckpointStrategy):
         self._sync_gradients = True
         self._checked_batch = False
         self._failed = False
-        self._release_schedulers: Callable[[], None] = _nothing_held
+        self._release_schedulers: Callable[[], None] = lambda: None
 
     @property
     @override
@@ -285,7 +285,10 @@ class MCoreStrategy(CheckpointStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        return agreeing_loader(dataloader, self._parallel_state)
+        loader = agreeing_loader(dataloader, self._parallel_state)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return self._model_run.train_loader(trainer, loader) if trainer.training else loader
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -395,7 +398,3 @@ class MCoreStrategy(CheckpointStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _nothing_held() -> None:
-    """No scheduler waits for a step that changes parameters."""

@@ -167,11 +167,11 @@ def check_steps(
         assert outcome.logged == outcome.losses, rank
 
 
-def check_batches(ranks: list[Outcome], data: Any) -> None:
+def check_batches(ranks: list[Outcome], data: Any, dtype: torch.dtype | None = None) -> None:
     """Checks that rank ``r`` of ``dp`` drew samples ``r, r + dp, ...`` of each global batch."""
     for outcome in ranks:
         for index, rows in enumerate(outcome.batches):
             start = index * GLOBAL_BATCH
             mine = range(start + outcome.dp_rank, start + GLOBAL_BATCH, outcome.dp)
-            assert rows == [data[i][0].tolist() for i in mine]
+            assert rows == [data[i][0].to(dtype).tolist() for i in mine]
     assert {outcome.dp_rank for outcome in ranks} == set(range(ranks[0].dp))

@@ -69,7 +69,7 @@ def _groups(named: Named) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [
             {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.2},
-            {"params": [p for _, p in named if p.dim() == 1], "lr": 2e-2, "weight_decay": 0.0},
+            {"params": [p for _, p in named if p.dim() <= 1], "lr": 2e-2, "weight_decay": 0.0},
         ],
         lr=5e-3,
         eps=EPS,

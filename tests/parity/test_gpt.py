@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2}),
     "ep2dp4": (4, {"ep": 2}),
     "tp2ep2": (4, {"tp": 2, "ep": 2, "etp": 1}),
-    "tp2ep2etp2": (4, {"tp": 2, "ep": 2, "etp": 2}),
+    "tp2etp2": (2, {"tp": 2, "etp": 2}),
     "pp2ep2": (4, {"pp": 2, "ep": 2}),
 }
 """Processes and sizes."""
@@ -112,9 +112,9 @@ FP32 = [
     Case("ep2", "auto", {}, Training(experts=4)),
     Case("ep2", "overlap-buckets-groups-clip", {**ALL_OVERLAP, **SMALL_BUCKETS},
          Training(experts=4, optimizer="groups", clip=0.5)),
-    Case("ep2dp4", "2mb", {"micro_batch_size": 1}, Training(experts=4)),
+    Case("ep2dp4", "2mb-no-overlap", {**NO_OVERLAP, "micro_batch_size": 1}, Training(experts=4)),
     Case("tp2ep2", "accumulate", {}, Training(experts=4, accumulate=2)),
-    Case("tp2ep2etp2", "no-overlap", NO_OVERLAP, Training(experts=4)),
+    Case("tp2etp2", "2mb", {"micro_batch_size": 4}, Training(experts=4)),
     Case("pp2ep2", "2mb", {"micro_batch_size": 2}, Training(experts=4)),
 ]  # fmt: skip
 

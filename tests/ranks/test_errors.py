@@ -167,7 +167,6 @@ LATE = {
         Blocks,
         r"4 blocks.*`pp` x `vpp` = 6",
     ),
-    "called twice": (2, {}, {}, CalledTwice, r"called twice.*call it once"),
     "never called": (2, {"pp": 2}, {}, NeverCalled, r"without calling the model.*call it once"),
     "stray": (2, {"pp": 2}, {}, Stray, r"head_outside\.weight.*inside the factory"),
     "two models": (2, {"pp": 2}, {}, TwoModels, r"holds 2 models"),
@@ -310,3 +309,15 @@ def test_an_exception_leaves_no_engine_state(strategy):
         assert restored
         assert steps == (4 if strategy else 2)
         assert restored_again
+
+
+def call_twice_without_pipelining():
+    recorder = Recorder()
+    make_trainer({}, callbacks=[recorder]).fit(CalledTwice(), loader(numbered_rows(16), 4))
+    return recorder.losses
+
+
+def test_a_whole_model_may_be_called_as_often_as_wanted():
+    first, second = run_ranks(call_twice_without_pipelining, 2)
+    assert len(first) == 2
+    assert first == second

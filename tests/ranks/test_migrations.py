@@ -1,5 +1,8 @@
 """Ordinary Lightning projects written for DDP, moved here by their strategy line alone."""
 
+import re
+from pathlib import Path
+
 import lightning as L
 import pytest
 import torch
@@ -263,3 +266,55 @@ def test_a_gan_trains_under_ddp_and_is_refused_with_the_way_out():
     assert "`automatic_optimization` (False)" in refusal
     assert "use automatic optimization" in refusal
     assert "DDPStrategy" in refusal
+
+
+# ---------------------------------------------------------------------- the documented steps
+
+GUIDE = Path(__file__).parents[2] / "docs" / "migrating.md"
+
+
+def guide():
+    """Everything that the guide's code defines, and the strategies that it makes, in order."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    names, strategies = {}, []
+    for block in blocks:
+        names.pop("strategy", None)
+        exec(compile(block, str(GUIDE), "exec"), names)
+        if "strategy" in names:
+            strategies.append(names["strategy"])
+    return names, strategies
+
+
+def follow_guide(step):
+    """Train losses of one step of the guide; ``None`` is where it starts, under DDP."""
+    names, strategies = guide()
+    module = {None: "LanguageModel", 0: "LanguageModel", 3: "MegatronModel"}.get(
+        step, "PipelinedModel"
+    )
+    copies = 1 if step in (1, 2, 3) else 2
+    L.seed_everything(1)
+    trainer = L.Trainer(
+        strategy="ddp" if step is None else strategies[step],
+        max_epochs=2,
+        use_distributed_sampler=False,
+        **COMMON,
+        callbacks=[record := Losses()],
+    )
+    rows = torch.arange(24)[:, None] + torch.arange(17)
+    data = TensorDataset(rows[:, :-1] % 64, rows[:, 1:] % 64)
+    # The same global batches of 8 whatever the number of copies of the model.
+    mine = range(trainer.global_rank % copies, 24, copies)
+    loader = DataLoader(torch.utils.data.Subset(data, mine), batch_size=8 // copies)
+    trainer.fit(names[module](), loader)
+    return [value for _, value in record.seen]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3], ids=["dp", "pp", "pp vpp", "tp"])
+def test_the_guides_steps_run(step):
+    first, second = run_ranks(follow_guide, 2, step)
+    assert first == second
+    assert len(first) == 6
+    assert first[3:] < first[:3], "the second pass over the data is no better than the first"
+    if step != 3:  # whose model is another one
+        (expected, _) = run_ranks(follow_guide, 2, None)
+        assert first == pytest.approx(expected, abs=1e-5)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from itertools import chain
 
 import lightning as L
 import pytest
@@ -134,7 +135,7 @@ def global_batches(ranks, layout):
     """Sample numbers of each step over all replicas: model-parallel peers hold the same."""
     replicas = {tuple(rank["ids"][0]): rank["ids"] for rank in ranks}
     assert len(replicas) == dp_of(layout)
-    return [[sum(parts, [])] for parts in zip(*replicas.values(), strict=True)]
+    return [[list(chain(*parts))] for parts in zip(*replicas.values(), strict=True)]
 
 
 def assert_like_torch(ranks, layout, make_optimizer, *, compare_norms=True, **options):

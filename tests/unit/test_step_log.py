@@ -1,4 +1,4 @@
-"""What a step's log calls record, and what one rank makes of it; ranks: tests/ranks/test_logging."""
+"""What a step's log calls record, and what one rank makes of it."""
 
 import math
 
