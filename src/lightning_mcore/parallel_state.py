@@ -103,20 +103,16 @@ _live: list[ParallelState] = []
 
 
 def _destroy_live(*, graceful: bool) -> None:
+    groups: list[dist.ProcessGroup] = []
     while _live:
-        _destroy_groups(_live.pop().groups, graceful=graceful and dist.is_initialized())
+        groups.append(_live.pop().groups.world_cpu)
     if engine.parallel_state_exists():
+        groups += engine.all_groups()
         engine.destroy_parallel_state()
-
-
-def _destroy_groups(groups: Groups, *, graceful: bool) -> None:
-    if graceful:
-        seen = {id(dist.group.WORLD)}
-        for name in Groups.__dataclass_fields__:
-            group = getattr(groups, name)
-            if id(group) not in seen:
-                seen.add(id(group))
-                # A group that is not known any more has been destroyed by somebody else.
+    if graceful and dist.is_initialized():
+        for group in groups:
+            if group is not dist.group.WORLD:
+                # A group that is not known any more has been destroyed by the engine or by others.
                 with suppress(ValueError):
                     dist.destroy_process_group(group)
 

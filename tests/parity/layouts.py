@@ -102,7 +102,12 @@ class ParityGPT(GPT):
 
 
 def fit(
-    module: L.LightningModule, data: Any, world_size: int, dp: int, strategy: Any, training: Training
+    module: L.LightningModule,
+    data: Any,
+    world_size: int,
+    dp: int,
+    strategy: Any,
+    training: Training,
 ) -> Outcome:
     """Trains ``module`` on this rank, on its part of each global batch."""
     watch = Watch()

@@ -111,7 +111,9 @@ BF16 = {
 
 
 def _compared(arguments: dict[str, Any], training: Training) -> tuple[list[Outcome], Reference]:
-    ranks = [outcome for outcome, _, _ in run_ranks(_fit, 2, "mcore", 2, arguments, training, "layer")]
+    ranks = [
+        outcome for outcome, _, _ in run_ranks(_fit, 2, "mcore", 2, arguments, training, "layer")
+    ]
     dtype = torch.bfloat16 if training.precision == "bf16-true" else None
     check_batches(ranks, make_data(training.samples), dtype)
     for outcome in ranks:
@@ -154,9 +156,7 @@ def test_batch_norm_like_ddp(arguments):
         assert torch.allclose(value.float(), expected[0][2][name].float(), atol=1e-5), name
 
 
-def check_parameters(
-    ranks: list[Outcome], expected: dict[str, Tensor], tolerance: float
-) -> None:
+def check_parameters(ranks: list[Outcome], expected: dict[str, Tensor], tolerance: float) -> None:
     """Checks every rank's copy of every parameter."""
     for rank, outcome in enumerate(ranks):
         assert set(outcome.state) == set(expected)

@@ -24,7 +24,7 @@ LAYERS = [
     {"header", "engine_fields"},
     {"_mcore"},
     {"parallel_state"},
-    {"stage", "sequential"},
+    {"stage", "sequential", "randomness"},
     {"build"},
     {"batch"},
     {"step_log", "schedule", "outputs", "data_check", "metrics", "loaders"},

@@ -111,6 +111,29 @@ def engine_groups() -> dict[str, dist.ProcessGroup]:
     }
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """Every process group that the engine holds, in the same order on all ranks.
+
+    ``destroy_model_parallel`` destroys few of them and forgets the rest, which then live as long as
+    the process.
+    """
+    found: dict[int, dist.ProcessGroup] = {}
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dist.ProcessGroup):
+            found.setdefault(id(value), value)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                collect(item)
+
+    for value in list(vars(parallel_state).values()):
+        collect(value)
+    return list(found.values())
+
+
 def seed_parallel_rng(seed: int) -> None:
     """Seeds the engine's RNG tracker: one stream per tensor-parallel rank, one shared.
 
