@@ -6,15 +6,16 @@ Everything else in this package uses Lightning's public surface.
 from __future__ import annotations
 
 import inspect
+import numbers
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -28,6 +29,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torchmetrics import Metric
 
 
 def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -73,6 +75,10 @@ def set_rank_zero(global_rank: int) -> None:
     vars(rank_zero_only)["rank"] = global_rank
 
 
+_signature = lru_cache(maxsize=32)(inspect.signature)
+"""Reading a signature takes longer than many a ``self.log``."""
+
+
 @contextmanager
 def capture_logs(module: pl.LightningModule, log: Callable[..., None]) -> Iterator[None]:
     """Sends ``self.log`` of this one module to ``log(**arguments)`` for the duration of a step.
@@ -80,10 +86,17 @@ def capture_logs(module: pl.LightningModule, log: Callable[..., None]) -> Iterat
     The instance attribute hides the method and is removed again; neither the class nor Lightning is
     changed. ``self.log_dict`` arrives here too, since it calls ``self.log``.
     """
-    signature = inspect.signature(module.log)
+    signature = _signature(type(module).log)
+    original = module.log
 
     def captured(*args: Any, **kwargs: Any) -> None:
-        log(**signature.bind(*args, **kwargs).arguments)
+        arguments = signature.bind(module, *args, **kwargs).arguments
+        del arguments[next(iter(signature.parameters))]
+        if not _can_be_logged(module, arguments["value"]):
+            # Lightning's own checks say what is wrong with it.
+            original(**arguments)
+            return
+        log(**arguments)
 
     object.__setattr__(module, "log", captured)
     try:
@@ -92,29 +105,36 @@ def capture_logs(module: pl.LightningModule, log: Callable[..., None]) -> Iterat
         object.__delattr__(module, "log")
 
 
+def _can_be_logged(module: pl.LightningModule, value: Any) -> bool:
+    if isinstance(value, Metric):
+        return any(candidate is value for candidate in module.modules())
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Number)
+
+
 def run_closure(precision: Precision, module: Any, optimizer: Any, closure: Any) -> Any:
     """Runs the step's closure and the hooks before the optimizer step, without stepping."""
     return precision._wrap_closure(module, optimizer, closure)
 
 
-def agree_on_sigterm(trainer: pl.Trainer, world_cpu: dist.ProcessGroup) -> None:
-    """Lets ranks tell each other of a SIGTERM over gloo instead of through the device.
+def agree_on_sigterm(trainer: pl.Trainer, stop_wanted: Callable[[], bool]) -> None:
+    """Lets ranks stop for a SIGTERM by what they agreed on in the last step.
 
     Lightning broadcasts a flag on the device and reads it with ``.item()`` before every batch
     (loops/training_epoch_loop.py, _broadcast_sigterm_tensor), which waits for all queued work
-    (Lightning-AI/pytorch-lightning#21487). The method of this one loop is replaced; any rank's
-    signal counts, not only rank zero's.
+    (Lightning-AI/pytorch-lightning#21487). The method of this one loop is replaced. Ranks vote
+    together with what they logged, so this takes no collective of its own; any rank's signal
+    counts, not only rank zero's.
     """
 
-    def agree() -> None:
-        received = torch.tensor(int(trainer.received_sigterm))
-        dist.all_reduce(received, op=dist.ReduceOp.MAX, group=world_cpu)
-        if int(received):
+    def stop_if_wanted() -> None:
+        if stop_wanted():
             raise SIGTERMException
 
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = stop_if_wanted  # type: ignore[method-assign]
 
 
 def hold_step_schedulers(configs: Sequence[LRSchedulerConfig]) -> Callable[[], None]:

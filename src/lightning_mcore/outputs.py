@@ -32,9 +32,12 @@ def _merge(values: list[Any], samples: list[int]) -> Any:
     if isinstance(first, Tensor):
         if first.dim() > 0:
             return torch.cat(values)
-        weights = torch.tensor(samples, dtype=torch.float64, device=first.device)
-        mean = (torch.stack(values).double() * weights).sum() / weights.sum()
-        return mean.to(first.dtype)
+        stacked = torch.stack(values).double()
+        if len(set(samples)) == 1:
+            return stacked.mean().to(first.dtype)
+        # Weights as numbers: a tensor of them would be a copy that the host waits for.
+        terms = [value * count for value, count in zip(stacked.unbind(), samples, strict=True)]
+        return (torch.stack(terms).sum() / sum(samples)).to(first.dtype)
     if isinstance(first, Mapping):
         return {key: _merge([value[key] for value in values], samples) for key in first}
     if isinstance(first, tuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ class Request:
         check_ddp_fields(self.ddp)
         check_optimizer_fields(self.optimizer)
         engine.check_field_names(ddp=self.ddp, optimizer=self.optimizer)
+        if self.optimizer_instances > 1 and find_spec("einops") is None:
+            # megatron/core/parallel_state.py, create_hierarchical_groups and its like.
+            raise ConfigurationError(
+                f"`num_distributed_optimizer_instances` ({self.optimizer_instances}) needs the"
+                " package einops, which the engine imports for it; pip install einops."
+            )
 
     @property
     def optimizer_instances(self) -> int:
@@ -112,6 +119,11 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise ConfigurationError(
             "`backward` is overridden, but the engine's schedule runs the backward pass of every"
             " microbatch itself; scale or combine losses in training_step instead."
+        )
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise ConfigurationError(
+            "`sync_batchnorm` (True) is not supported: with pipeline stages, ranks do not run the"
+            " same norms at the same time; leave it out, or use norms without batch statistics."
         )
     averaging = [
         type(callback).__name__

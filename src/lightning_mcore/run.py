@@ -66,6 +66,8 @@ class ModelRun:
     _train_loaders: list[ResumableLoader] = field(default_factory=list)
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
+    _metric_paths: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
+    """Attribute paths by id: a large model has thousands of modules to walk through."""
     _regular_batch_size: int | None = None
     _starts_accumulation: bool = True
     _hooks_wanted: bool = False
@@ -130,9 +132,8 @@ class ModelRun:
             outputs = self._runner.train(step, run, log, loss_scale=1.0 / accumulate, sync=sync)
         loss = self._emit(log)
         assert loss is not None, "the last stage adds a loss for every microbatch"
-        merged = merge_outputs(outputs)
-        if isinstance(merged, Mapping):
-            return {**merged, "loss": loss}
+        if outputs and isinstance(outputs[0].value, Mapping):
+            return {**merge_outputs(outputs), "loss": loss}
         return loss
 
     def evaluation_step(self, step: StepFunction, batch: Any) -> Any:
@@ -167,6 +168,10 @@ class ModelRun:
         source = dist.get_process_group_ranks(group)[-1]
         dist.broadcast_object_list(box, source, group=group, device=self.device)
         return box[0]
+
+    def stop_wanted(self) -> bool:
+        """Whether, at the latest step, any rank had received a SIGTERM."""
+        return self._exchange.stop_wanted
 
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""
@@ -250,8 +255,12 @@ class ModelRun:
         )
 
     def _metric_path(self, metric: nn.Module) -> str:
+        known = self._metric_paths.get(id(metric))
+        if known is not None and known[1] is metric:
+            return known[0]
         for path, candidate in self.module.named_modules():
             if candidate is metric:
+                self._metric_paths[id(metric)] = str(path), metric
                 return str(path)
         # Lightning's own check explains how to register the metric.
         return ""
@@ -259,7 +268,8 @@ class ModelRun:
     def _emit(self, log: StepLog) -> Tensor | None:
         """Logs what all ranks agreed on through Lightning; returns the loss."""
         loss = None
-        for logged in self._exchange(log):
+        received_sigterm = self.module.trainer.received_sigterm
+        for logged in self._exchange(log, want_stop=received_sigterm):
             if logged.key.name == LOSS:
                 loss = logged.value
                 continue

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
@@ -82,7 +83,9 @@ class StepRunner:
         def on_last(output: Any, microbatch: Microbatch) -> tuple[Tensor, Callable[..., Any]]:
             loss = loss_of(output)
             log.add_loss(loss, microbatch.size)
-            record = MicrobatchOutput(output, microbatch.size)
+            # Without its graph, which would otherwise live until the last microbatch is done.
+            kept = apply_to_collection(output, Tensor, Tensor.detach)
+            record = MicrobatchOutput(kept, microbatch.size)
             # A new tensor: the schedule scales it in place.
             return loss * 1.0, lambda scaled: (scaled, record)
 

