@@ -246,13 +246,15 @@ class _TestProcess:
         self.port = int(os.environ.get("MASTER_PORT", "0"))
         self.index = 0
 
+    def pytest_collection_finish(self):
+        gc.freeze()  # makes the collections after each test cheap
+
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item):
         self.index += 1
         self._meet(self.index)
-        if self.ranks > 1:
-            # A port of its own for each test: the store of the last one may still be closing.
-            os.environ["MASTER_PORT"] = str(self.port + self.index % 500)
+        # A port of its own for each test: the store of the last one may still be closing.
+        os.environ["MASTER_PORT"] = str(self.port + self.index % 500)
         self.recorder.start(_own_name(item.nodeid))
         yield
         self.recorder.finish()
@@ -302,18 +304,16 @@ def run_tests(
                 _STRATEGY: strategy,
                 _SHARED: str(shared),
                 "OMP_NUM_THREADS": "1",
+                # Started from outside, also where there is one: a launcher would be waited for.
+                "LOCAL_RANK": str(rank),
+                "NODE_RANK": "0",
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
                 "PYTHONPATH": os.pathsep.join(
                     [str(Path(__file__).parent), str(tests.parent), *paths]
                 ),
             }
-            if ranks > 1:
-                environment |= {
-                    "LOCAL_RANK": str(rank),
-                    "NODE_RANK": "0",
-                    "WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }
             command = [
                 *(sys.executable, "-m", "pytest", "-p", Path(__file__).stem),
                 *("-c", str(tests.parent.parent / "pyproject.toml")),

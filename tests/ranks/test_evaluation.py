@@ -31,6 +31,7 @@ class CountingGPT(NumberedGPT):
     """Logs what it evaluated as well, so that a lost or repeated sample changes a value."""
 
     def validation_step(self, batch, batch_idx):
+        self.log("samples before the call", float(len(batch["id"])), reduce_fx="sum")
         super().validation_step(batch, batch_idx)
         self.log("samples", float(len(batch["id"])), reduce_fx="sum")
         self.log("ids", batch["id"].double().sum(), reduce_fx="sum")
@@ -97,6 +98,7 @@ class TestEveryLayout:
         for cuts in ranks:
             for name, seen in cuts.items():
                 assert seen["validated"]["samples"] == count, name
+                assert seen["validated"]["samples before the call"] == count, name
                 assert seen["validated"]["ids"] == count * (count - 1) / 2, name
                 assert seen["tested"]["samples"] == count, name
 

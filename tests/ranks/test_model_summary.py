@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_mcore.callbacks.model_summary import ModelSummary
+from lightning_mcore.callbacks import ModelSummary
 from lightning_mcore.testing import run_ranks
 from tests.gpt import GPT, token_dataset
 from tests.ranks.trainers import SIZES, make_trainer, ranks_of

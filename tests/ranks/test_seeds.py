@@ -113,6 +113,12 @@ def test_dropout_differs_between_shards_only_inside_parallel_regions(seed):
     assert first["inside"] != second["inside"]
 
 
+def test_dropout_differs_between_stages():
+    first, second = run_ranks(start, 2, "pp2", 3)
+    assert first["outside"] == second["outside"]
+    assert first["inside"] != second["inside"]
+
+
 def whole_weights(tp):
     """The embedding of one seed, put together over tensor-parallel ranks."""
     L.seed_everything(11, verbose=False)
