@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
 from lightning_mcore.errors import ConfigurationError
@@ -28,12 +28,18 @@ _FLAGS_THE_ENGINE_LACKS = ("amsgrad", "maximize", "differentiable")
 class StepStats:
     """Outcome of one optimizer step, the same on every rank."""
 
-    grad_norm: float | None
-    """2-norm of the whole gradient before clipping; ``None`` if the step was skipped."""
+    norm: float | Tensor | None
+    """2-norm of the whole gradient before clipping, as the engine gives it: on a GPU a 0-dim tensor
+    that may not be computed yet. ``None`` if the step was skipped."""
     num_zeros: int | None
     """Zero gradient entries, where the engine was asked to count them."""
     skipped: bool
     """Whether gradients overflowed in fp16, so that no parameter changed."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        """``norm`` as a number; reading it waits for the device."""
+        return None if self.norm is None else float(self.norm)
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
@@ -123,7 +129,7 @@ class EngineOptimizer:
         successful, grad_norm, num_zeros = self.engine.step()
         grad_norm = grad_norm if norm_before is None else norm_before
         return StepStats(
-            grad_norm=None if grad_norm is None else float(grad_norm),
+            norm=grad_norm,
             num_zeros=None if num_zeros is None else int(num_zeros),
             skipped=not successful,
         )

@@ -15,7 +15,7 @@ from lightning_mcore.errors import ConfigurationError
 
 @dataclass
 class Stats:
-    grad_norm: float | None
+    norm: float | None
     skipped: bool = False
 
 

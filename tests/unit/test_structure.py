@@ -18,6 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # long as those do not import it back (Python would refuse a cycle at import anyway).
 LAYERS = [
     {"errors", "version"},
+    {"names", "safetensors_file"},
     {"config"},
     {"layout"},
     {"switches"},
@@ -31,12 +32,16 @@ LAYERS = [
     {"optimizer", "precision"},
     {"_lightning"},
     {"state_dict", "optimizer_state", "checkpoint_files"},
-    {"checkpoint"},
+    {"checkpoint", "stored"},
+    {"plain"},
+    {"export"},
+    {"import_plain"},
     {"run"},
     {"prepare", "processes"},
     {"checkpoint_hooks"},
     {"strategy"},
-    {"callbacks", "testing"},
+    {"callbacks", "testing", "cli"},
+    {"__main__"},
     {""},  # the package's own __init__
 ]
 LAYER_OF = {name: index for index, names in enumerate(LAYERS) for name in names}

@@ -26,8 +26,8 @@ class OptimizerStats(Callback):
     on whichever rank they live. It is left out where the step computed none. ``optimizer/skipped``
     is 1 where a step was dropped because fp16 gradients overflowed, else 0.
 
-    Cost: nothing is computed, communicated or read back from a device; the engine's step has put
-    these numbers on the host already.
+    Cost: nothing is computed, communicated or read back from a device; the norm stays where the
+    engine's step left it until a logger reads it.
 
     Args:
         prog_bar: Whether the gradient norm shows in the progress bar.
@@ -64,6 +64,8 @@ class OptimizerStats(Callback):
             return
         # Tensors on the host: `log` copies a plain number to the device, which waits for it.
         pl_module.log("optimizer/skipped", torch.tensor(float(stats.skipped)))
-        if stats.grad_norm is not None:
-            norm = torch.tensor(float(stats.grad_norm))
+        norm = stats.norm
+        if norm is not None:
+            if not isinstance(norm, torch.Tensor):
+                norm = torch.tensor(float(norm))
             pl_module.log("optimizer/grad_norm", norm, prog_bar=self.prog_bar)

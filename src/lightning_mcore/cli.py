@@ -1,0 +1,135 @@
+"""The command ``lightning-mcore``: looks into checkpoints and brings them in and out.
+
+One process on any machine; no GPU, no process groups, no model code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+
+from lightning_mcore.errors import ConfigurationError, MCoreError
+from lightning_mcore.version import __version__
+
+__all__ = ["main"]
+
+_BRIDGE = "megatron.bridge"
+_HUGGING_FACE = """\
+Hugging Face weights are converted by Megatron-Bridge, not by lightning-mcore.
+{state}
+To bring weights in:
+  1. python -c "from megatron.bridge import AutoBridge; AutoBridge.import_ckpt('ORG/MODEL', 'DIR')"
+     or, in the factory you give to strategy.build, build the stage from the provider of
+     AutoBridge.from_hf_pretrained('ORG/MODEL') and let the bridge load it (load_hf_weights).
+  2. Save once with Trainer.save_checkpoint; from then on MCoreStrategy(init_from=...) loads it in
+     any layout.
+To take weights out:
+  lightning-mcore export NAME.ckpt weights.safetensors
+  writes Megatron names; rename them with the bridge's mappings (save_hf_pretrained on a GPTModel
+  that holds them)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        Exit code: 0, 1 if a checkpoint cannot be used, 2 for wrong arguments.
+    """
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    try:
+        print(_run(asked))
+    except MCoreError as error:
+        print(f"lightning-mcore: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(asked: argparse.Namespace) -> str:
+    if asked.command in ("import-hf", "export-hf"):
+        return _hugging_face()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Late, because it loads torch and the engine, which --help does not need.
+        from lightning_mcore import export, import_plain
+    if asked.command == "inspect":
+        return export.inspect_checkpoint(asked.checkpoint, tensors=asked.tensors)
+    if asked.command == "import":
+        return import_plain.import_checkpoint(asked.plain, asked.checkpoint, kind=asked.kind)
+    return export.export_checkpoint(
+        asked.checkpoint,
+        asked.out,
+        format=asked.format,
+        weights_only=asked.weights_only,
+        prefix=asked.prefix,
+        fused_norms=None if asked.norms == "auto" else asked.norms == "fused",
+        overwrite=asked.overwrite,
+    )
+
+
+def _hugging_face() -> str:
+    try:
+        found = importlib.util.find_spec(_BRIDGE) is not None
+    except ImportError:
+        found = False
+    if not found:
+        state = (
+            "It is not installed: pip install megatron-bridge (needs a CUDA build of torch and"
+            "\nTransformerEngine; NVIDIA's NeMo containers have it)."
+        )
+        raise ConfigurationError(_HUGGING_FACE.format(state=state))
+    return _HUGGING_FACE.format(state="It is installed.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-mcore", description="Looks into checkpoints and brings them in and out."
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-mcore {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser("inspect", help="say what a checkpoint holds; check its files")
+    inspect.add_argument("checkpoint", metavar="NAME.ckpt")
+    inspect.add_argument("--tensors", action="store_true", help="list the model's tensors")
+
+    export = commands.add_parser("export", help="write the whole model into one plain file")
+    export.add_argument("checkpoint", metavar="NAME.ckpt")
+    export.add_argument("out", metavar="OUT")
+    export.add_argument(
+        "--format",
+        choices=("lightning", "safetensors"),
+        help="default: safetensors if OUT ends so, else lightning",
+    )
+    export.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="leave out callbacks and schedulers, as save_weights_only=True does",
+    )
+    export.add_argument(
+        "--prefix",
+        help="in front of every name; default: what the LightningModule has on one process"
+        " (lightning), nothing (safetensors)",
+    )
+    export.add_argument(
+        "--norms",
+        choices=("auto", "fused", "separate"),
+        default="auto",
+        help="how layers name their norms: fused as in TransformerEngine layers, or separate",
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+
+    plain = commands.add_parser("import", help="write a plain file's weights as a checkpoint")
+    plain.add_argument("plain", metavar="PLAIN")
+    plain.add_argument("checkpoint", metavar="NAME.ckpt")
+    plain.add_argument(
+        "--kind",
+        choices=("megatron", "sequential", "plain"),
+        help="of the model that will load it; default: by the names in PLAIN",
+    )
+    for name, text in (("import-hf", "from"), ("export-hf", "to")):
+        bridge = commands.add_parser(name, help=f"how to convert {text} Hugging Face")
+        bridge.add_argument("paths", nargs="*", help=argparse.SUPPRESS)
+    return parser
