@@ -86,6 +86,58 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
         "an optimizer that does not call the closure is no error: the strategy runs it",
     ),
     (
+        "models/test_hooks.py::test_load_from_checkpoint_hook_calls*",
+        "saves a checkpoint of a model that no Trainer has run",
+    ),
+    (
+        "core/test_saving.py::*",
+        "reads weights from the checkpoint's file with load_from_checkpoint",
+    ),
+    (
+        "core/test_lightning_module.py::test_lightning_module_configure_gradient_clipping",
+        "clips param.grad; the engine keeps gradients in param.main_grad",
+    ),
+    (
+        "core/test_lightning_optimizer.py::*_automatic_optimization_optimizer_step",
+        "counts calls of SGD.step, to which the engine's own optimizer adds",
+    ),
+    (
+        "core/test_metric_result_integration.py::test_result_collection_reload*",
+        "reads a logged value within the step; values are those of all ranks after it",
+    ),
+    (
+        "callbacks/test_stochastic_weight_avg.py::*",
+        "refused: StochasticWeightAveraging, WeightAveraging",
+    ),
+    (
+        "callbacks/test_weight_averaging.py::*",
+        "refused: StochasticWeightAveraging, WeightAveraging",
+    ),
+    (
+        "callbacks/test_finetuning_callback.py::*",
+        "parameters that become trainable during a run, which the engine does not know",
+    ),
+    (
+        "callbacks/test_pruning.py::test_permanent_when_model_is_saved_multiple_times*",
+        "reads weights from the checkpoint's file",
+    ),
+    (
+        "callbacks/test_timer.py::test_timer_resume_training",
+        "expects callbacks to be restored before on_fit_start; sharded strategies load after it",
+    ),
+    (
+        "callbacks/test_callbacks.py::test_resume_callback_state_saved_by_type_stateful",
+        "Lightning does not hand fit(weights_only=False) to strategies that load after setup",
+    ),
+    (
+        "models/test_hooks.py::test_trainer_model_hook_system_fit_no_val_and_resume_*",
+        "expects on_load_checkpoint before configure_optimizers; sharded strategies load after it",
+    ),
+    (
+        "callbacks/test_early_stopping.py::test_early_stopping_squeezes",
+        "calls the callback by hand, without a run of the Trainer",
+    ),
+    (
         "loops/test_loops.py::test_restart*_parity",
         "reads weights from the checkpoint's file; its other parts are equal up to there",
     ),
@@ -122,6 +174,14 @@ EXCLUDED_AT_TWO_RANKS: tuple[tuple[str, str], ...] = (
         "expects the value of its own process; logged values are those of all data-parallel ranks",
     ),
     (
+        "trainer/logging_/test_train_loop_logging.py::test_log_works_in_train_callback",
+        "expects the value of its own process; logged values are those of all data-parallel ranks",
+    ),
+    (
+        "trainer/logging_/test_train_loop_logging.py::test__training_step__log_max_reduce_fx*SUM*",
+        "expects the sum of its own process; the sum is over all data-parallel ranks",
+    ),
+    (
         "trainer/logging_/test_eval_loop_logging.py::test_log_works_in_test_callback",
         "expects the value of its own process; logged values are those of all data-parallel ranks",
     ),
@@ -135,10 +195,19 @@ EXCLUDED_AT_TWO_RANKS: tuple[tuple[str, str], ...] = (
 REFUSALS: tuple[tuple[str, str], ...] = (
     ("`automatic_optimization` (False)", "refused: manual optimization"),
     ("`backward` is overridden", "refused: a LightningModule with its own backward"),
+    ("copy and swap the parameters", "refused: StochasticWeightAveraging, WeightAveraging"),
     ("through the closure that its step() requires", "refused: optimizers that need a closure"),
     ("trainable parameters are in no group of the optimizer", "refused: training no parameters"),
 )
 """Part of the message of a ConfigurationError of ours -> what is refused."""
+
+_ENGINE_WARNINGS = (
+    "ignore:`load_state_dict` is deprecated:FutureWarning",
+    "ignore:`save_state_dict` is deprecated:FutureWarning",
+    "ignore:`torch.distributed.reduce_scatter_tensor` is deprecated:FutureWarning",
+    "ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning",
+)
+"""What the engine's own calls warn of, which Lightning's settings make an error."""
 
 _RANKS = "LIGHTNING_SUITE_RANKS"
 _STRATEGY = "LIGHTNING_SUITE_STRATEGY"
@@ -334,9 +403,7 @@ def run_tests(
                 *(sys.executable, "-m", "pytest", "-p", Path(__file__).stem),
                 *("-c", str(tests.parent.parent / "pyproject.toml")),
                 *("-p", "no:cacheprovider", "--color=no", "-q", "--tb=short"),
-                # Of the engine's own calls; Lightning's settings make such warnings errors.
-                *("-W", "ignore:`load_state_dict` is deprecated:FutureWarning"),
-                *("-W", "ignore:`save_state_dict` is deprecated:FutureWarning"),
+                *(option for text in _ENGINE_WARNINGS for option in ("-W", text)),
                 *(f"--timeout={timeout}", "--timeout-method=signal"),
                 *(str(tests / name) for name in select),
             ]

@@ -91,9 +91,7 @@ def measure(rank: int, options: argparse.Namespace, layout: str, size_name: str,
     pipeline: Any = module.model
     switches = {name: getattr(strategy.switches, name).effective for name in _SWITCHES}
     weights = [chunk.state_dict() for chunk in pipeline.chunks]
-    direct = DirectLoop(
-        size, stages_of(strategy.layout), module.fields, switches, weights, device
-    )
+    direct = DirectLoop(size, stages_of(strategy.layout), module.fields, switches, weights, device)
     check_same_settings(direct, strategy._model_run.chunks[0])
     loops: dict[str, Any] = {"MCoreStrategy": mcore, "direct": direct}
     _check_losses(mcore, direct)
@@ -175,7 +173,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _count_syncs(loops: dict[str, Any], steps: int, device: torch.device) -> dict[str, Any]:
-    """Synchronisations per step by kind and call site, on this rank."""
+    """Synchronisations per step by kind and call site, on the rank where the host waits most."""
     counts = {}
     for name, loop in loops.items():
         syncs = Syncs()
@@ -184,7 +182,14 @@ def _count_syncs(loops: dict[str, Any], steps: int, device: torch.device) -> dic
             kind: {site: count / steps for site, count in getattr(syncs, kind).items()}
             for kind in ("device", "uploads", "host")
         }
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, counts[name])
+        counts[name] = max(of_ranks, key=_waits)
     return counts
+
+
+def _waits(counts: dict[str, dict[str, float]]) -> float:
+    return sum(sum(counts[kind].values()) for kind in ("device", "uploads"))
 
 
 def _profile(loops: dict[str, Any], options: argparse.Namespace) -> None:

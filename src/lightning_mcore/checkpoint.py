@@ -51,6 +51,7 @@ from lightning_mcore.errors import CheckpointError
 from lightning_mcore.layout import Layout
 
 __all__ = [
+    "CheckpointGroups",
     "TrainState",
     "is_checkpoint",
     "load_checkpoint",

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_mcore import names
 from lightning_mcore.checkpoint_files import write_synced
 from lightning_mcore.errors import CheckpointError
-from lightning_mcore.plain import load_pickle
+from lightning_mcore.plain_file import load_pickle
 from lightning_mcore.safetensors_file import SUFFIX, write_safetensors
 from lightning_mcore.stored import StoredCheckpoint, is_of_model
 from lightning_mcore.version import __version__
@@ -32,6 +32,9 @@ WEIGHTS_ONLY_KEYS = (
     *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
 )
 """What Lightning writes with ``save_weights_only=True``."""
+_GPT_NAMES = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"}
+_NOT_STORED = "output_layer._extra_state"
+"""Always empty; a GPT's ``state_dict`` has it, but its ``sharded_state_dict`` leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,7 @@ class PlainView:
     def prefix(self) -> str:
         """What a LightningModule's ``state_dict`` has in front, if run by one process."""
         attribute = self._said.get("attribute", "model")
-        return {"plain": "", "sequential": f"{attribute}."}.get(
-            self.kind, f"{attribute}.chunks.0."
-        )
+        return {"plain": "", "sequential": f"{attribute}."}.get(self.kind, f"{attribute}.chunks.0.")
 
     def read(self, name: str) -> Tensor:
         """Reads one tensor by its plain name."""
@@ -190,6 +191,8 @@ def _write_lightning(
         state = {key: state[key] for key in WEIGHTS_ONLY_KEYS if key in state}
     weights = {f"{prefix}{name}": view.read(name) for name in view.tensors}
     weights |= {f"{prefix}{name}": view.read_object(name) for name in view.objects}
+    if view.kind == "megatron" and _GPT_NAMES <= view.tensors.keys():
+        weights.setdefault(f"{prefix}{_NOT_STORED}", None)
     write_synced(aside, lambda file: torch.save({**state, "state_dict": weights}, file))
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from lightning_mcore import names
 from lightning_mcore._mcore import checkpointing as engine
@@ -33,7 +34,7 @@ from lightning_mcore.config import ParallelSizes
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.export import WEIGHTS_ONLY_KEYS
 from lightning_mcore.layout import resolve_layout
-from lightning_mcore.plain import load_pickle, read_plain
+from lightning_mcore.plain_file import load_pickle, read_plain
 from lightning_mcore.safetensors_file import SUFFIX
 from lightning_mcore.version import package_versions
 
@@ -80,9 +81,7 @@ def import_checkpoint(
     return f"{target}: {len(tensors)} tensors, weights only, for a {kind} model"
 
 
-def keys_of(
-    tensors: Mapping[str, Tensor], kind: str
-) -> dict[str, tuple[Tensor] | list[Tensor]]:
+def keys_of(tensors: Mapping[str, Tensor], kind: str) -> dict[str, tuple[Tensor] | list[Tensor]]:
     """Tensors by the key that the model's kind asks for: one, or one for each layer.
 
     Raises:
@@ -140,9 +139,9 @@ def _write(
         with warnings.catch_warnings():
             # Torch announces that it saves in one process, which is the intention.
             warnings.simplefilter("ignore")
-            dcp.save(
+            save_shards(
                 keyed,
-                storage_writer=dcp.FileSystemWriter(aside),
+                storage_writer=FileSystemWriter(aside),
                 planner=DefaultSavePlanner(flatten_state_dict=False),
             )
         engine.write_common(aside, {})

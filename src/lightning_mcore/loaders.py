@@ -71,6 +71,16 @@ class _LoaderAround:
         self.__dict__.update(shown)
         self.loader = loader
 
+    @property
+    def _iterator(self) -> Any:
+        """The loader's running iterator, through which Lightning shuts its workers down."""
+        return getattr(self.loader, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        if hasattr(self.loader, "_iterator"):
+            self.loader._iterator = value
+
 
 class AgreeingLoader(_LoaderAround):
     """Iterates a loader without a length until the first rank has no batch left."""

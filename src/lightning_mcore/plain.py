@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import re
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +30,11 @@ from lightning_mcore.checkpoint import CheckpointGroups, load_weights
 from lightning_mcore.checkpoint_files import cause
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.layout import Layout
-from lightning_mcore.safetensors_file import SUFFIX, read_safetensors
+from lightning_mcore.plain_file import read_plain
 from lightning_mcore.sequential import SequentialChunk
 from lightning_mcore.stage import Pipeline
 
-__all__ = ["init_weights", "load_plain_weights", "manifest_names", "read_plain"]
+__all__ = ["init_weights", "load_plain_weights", "manifest_names"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +47,7 @@ def init_weights(
     path: str | os.PathLike[str],
     chunks: Sequence[nn.Module],
     *,
-    strict: bool,
+    strict: bool = True,
     layout: Layout,
     groups: CheckpointGroups,
 ) -> None:
@@ -131,45 +128,6 @@ def load_plain_weights(
         state_dict.load_model(chunks, loaded)
 
     _agree(path, install, groups, lambda _: None)
-
-
-def read_plain(path: Path) -> dict[str, Any]:
-    """Reads a file's state dict: names and tensors, mapped into memory where the format allows.
-
-    Raises:
-        CheckpointError: If the file is not one, or needs code to be run.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"There is no file `{path}`.")
-    loaded = read_safetensors(path) if path.suffix == SUFFIX else load_pickle(path)
-    inner = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
-    if not isinstance(inner, Mapping) or not any(isinstance(v, Tensor) for v in inner.values()):
-        raise CheckpointError(
-            f"`{path}` holds no tensors by name; save a module's state_dict(), alone or under the"
-            ' key "state_dict".'
-        )
-    return {str(name): value for name, value in inner.items()}
-
-
-def load_pickle(path: Path) -> Any:
-    """Loads what torch saved, without running code from the file.
-
-    Raises:
-        CheckpointError: If the file is damaged, or needs code to be run.
-    """
-    try:
-        mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"holds {refused[1]}, a type" if refused else "is no file of weights, or holds a type"
-        raise CheckpointError(
-            f"`{path}` {what} that torch does not load without running code from the file; if you"
-            " trust it, name the type to torch.serialization.add_safe_globals, or save its"
-            " state_dict alone."
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise CheckpointError(f"`{path}` cannot be read: {cause(error)}.") from error
 
 
 # ------------------------------------------------------------------------------ names
@@ -302,9 +260,7 @@ class _Match:
                 if name is None and self._whole[aliases] is not None
             ]
             unexpected = [
-                name
-                for name in self._found
-                if name not in known and not names.is_extra_state(name)
+                name for name in self._found if name not in known and not names.is_extra_state(name)
             ]
             texts += [
                 _listed("names of the model are missing in the file", missing),
@@ -385,6 +341,7 @@ def _agree(
     """
     result: Any = None
     error: Exception | None = None
+    mine: tuple[str | None, Any]
     try:
         result = action()
         mine = (None, share(result))

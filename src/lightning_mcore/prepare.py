@@ -125,16 +125,23 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "`sync_batchnorm` (True) is not supported: with pipeline stages, ranks do not run the"
             " same norms at the same time; leave it out, or use norms without batch statistics."
         )
-    averaging = [
-        type(callback).__name__
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, _AVERAGING_CALLBACKS)
-    ]
+    _check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def _check_callbacks(found: Sequence[object]) -> None:
+    averaging = [type(c).__name__ for c in found if isinstance(c, _AVERAGING_CALLBACKS)]
     if averaging:
         raise ConfigurationError(
             f"Callbacks {averaging} copy and swap the parameters of a whole module, which is"
             " sharded and lives in the engine's buffers here; remove them, and average checkpoints"
             " afterwards."
+        )
+    unfreezing = [type(c).__name__ for c in found if isinstance(c, callbacks.BaseFinetuning)]
+    if unfreezing:
+        raise ConfigurationError(
+            f"Callbacks {unfreezing} make parameters trainable during fit, but the engine's"
+            " gradient buffers and optimizer are built at its start; train them from the start with a"
+            " learning rate of 0, or run a second fit with them unfrozen."
         )
 
 

@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
+from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.header import Batch, format_header
 from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
 from lightning_mcore.metrics import set_batch_value
@@ -70,6 +71,9 @@ class ModelRun:
     """Attribute paths by id: a large model has thousands of modules to walk through."""
     _regular_batch_size: int | None = None
     _starts_accumulation: bool = True
+    _skips_step: bool = False
+    _parameters: list[nn.Parameter] = field(default_factory=list)
+    _num_trainable: int = 0
     _hooks_wanted: bool = False
     _hooks_on: bool = False
 
@@ -80,6 +84,8 @@ class ModelRun:
             self.randomness = StepRandomness(
                 self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank)
             )
+        self._parameters = [param for chunk in self.inner for param in chunk.parameters()]
+        self._num_trainable = sum(param.requires_grad for param in self._parameters)
         self._runner = StepRunner(
             self.pipeline,
             self.chunks,
@@ -114,8 +120,8 @@ class ModelRun:
         """
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
         if self._starts_accumulation:
+            self._check_trainable()
             self.optimizer.zero_grad()
-            self._starts_accumulation = False
         layout = self.state.layout
         run = plan_training(
             batch,
@@ -129,9 +135,20 @@ class ModelRun:
         self._regular_batch_size = max(samples, self._regular_batch_size or 0)
         log = StepLog(self._metric_path)
         with _lightning.capture_logs(self.module, log.log):
-            outputs = self._runner.train(step, run, log, loss_scale=1.0 / accumulate, sync=sync)
+            outputs = self._runner.train(
+                step,
+                run,
+                log,
+                loss_scale=1.0 / accumulate,
+                sync=sync,
+                may_skip=layout.world_size == 1,
+            )
+        # As Lightning's closure does: what is left if the user then does not step is cleared.
+        self._starts_accumulation = sync
         loss = self._emit(log)
-        assert loss is not None, "the last stage adds a loss for every microbatch"
+        self._skips_step = loss is None
+        if loss is None:
+            return None
         if outputs and isinstance(outputs[0].value, Mapping):
             return {**merge_outputs(outputs), "loss": loss}
         return loss
@@ -176,9 +193,12 @@ class ModelRun:
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
+        if self._skips_step:
+            # Without a loss there are no gradients, and a torch optimizer would leave everything.
+            self.stats = StepStats(norm=None, num_zeros=None, skipped=False)
+            return self.stats
         self.stats = self.optimizer.step(self.precision.clipping)
         self.precision.clipping = Clipping()
-        self._starts_accumulation = True
         if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
             # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks
             # have fired once, the order of parameters is not known.
@@ -214,6 +234,16 @@ class ModelRun:
         """Makes parameters whole on every rank without touching the hooks."""
         if self._hooks_on:
             engine.gather_parameters(self.chunks)
+
+    def _check_trainable(self) -> None:
+        now = sum(param.requires_grad for param in self._parameters)
+        if now != self._num_trainable:
+            raise ConfigurationError(
+                f"{now} parameters require gradients, but {self._num_trainable} did at the start of"
+                " fit, from which the engine's gradient buffers and optimizer were built; choose"
+                " them before fit, and give phases in which some shall not change a learning rate"
+                " of 0."
+            )
 
     def train_loader(self, trainer: pl.Trainer, loader: Any) -> Any:
         """A training loader with a position, unless the loader keeps one itself."""

@@ -84,7 +84,7 @@ def write_safetensors(
             tensor = read(name)
             assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
             if tensor.numel():
-                stream.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+                stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -105,8 +105,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         entries = list(_entries(header, size - 8 - length))
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"`{file}` is not a complete safetensors file: {error}.") from error
-    storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size)
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+    whole = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     data = whole[8 + length :]
     return {name: _view(data[a:b], dtype).view(shape) for name, dtype, shape, a, b in entries}
 

@@ -67,7 +67,14 @@ class StepRunner:
         self._shapes: dict[Any, tuple[int, int]] = {}
 
     def train(
-        self, step: StepFunction, run: Run, log: StepLog, *, loss_scale: float, sync: bool
+        self,
+        step: StepFunction,
+        run: Run,
+        log: StepLog,
+        *,
+        loss_scale: float,
+        sync: bool,
+        may_skip: bool = False,
     ) -> list[MicrobatchOutput]:
         """Forward and backward of one batch; gradients end up in the engine's buffers.
 
@@ -78,9 +85,13 @@ class StepRunner:
             loss_scale: Factor on the loss before the backward pass (1 / accumulated batches).
             sync: Whether to reduce gradients over data parallel at the end; not in the earlier
                 batches of an accumulation.
+            may_skip: Whether the step may return ``None`` for no loss: in one process only.
         """
 
         def on_last(output: Any, microbatch: Microbatch) -> tuple[Tensor, Callable[..., Any]]:
+            if output is None and may_skip:
+                nothing = torch.zeros((), device=self._device, requires_grad=True)
+                return nothing * 1.0, lambda scaled: (scaled, None)
             loss = loss_of(output)
             log.add_loss(loss, microbatch.size)
             # Without its graph, which would otherwise live until the last microbatch is done.
@@ -134,20 +145,6 @@ class StepRunner:
         *,
         forward_only: bool,
     ) -> list[MicrobatchOutput]:
-        with self._randomness.schedule() if self._randomness is not None else nullcontext():
-            return self._run_schedule(step, run, log, on_last, forward_only=forward_only)
-
-    def _run_schedule(
-        self,
-        step: StepFunction,
-        run: Run,
-        log: StepLog,
-        on_last: Callable[[Any, Microbatch], tuple[Tensor, Callable[..., Any]]],
-        *,
-        forward_only: bool,
-    ) -> list[MicrobatchOutput]:
-        seq_length, micro_batch_size = self._activation_shape(step, run)
-
         def forward_step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
             index, microbatch = next(iterator)
             if self._randomness is not None:
@@ -159,15 +156,17 @@ class StepRunner:
                 return torch.zeros((), device=self._device), lambda *_, **__: None
             return output, None
 
-        records = engine.run_schedule(
-            forward_step,
-            self._chunks,
-            [iter(enumerate(run.microbatches)) for _ in self._chunks],
-            num_microbatches=len(run.microbatches),
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=forward_only,
-        )
+        with self._randomness.schedule() if self._randomness is not None else nullcontext():
+            seq_length, micro_batch_size = self._activation_shape(step, run)
+            records = engine.run_schedule(
+                forward_step,
+                self._chunks,
+                [iter(enumerate(run.microbatches)) for _ in self._chunks],
+                num_microbatches=len(run.microbatches),
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                forward_only=forward_only,
+            )
         return [record for record in records if record is not None]
 
     def _call(

@@ -143,8 +143,9 @@ class StoredCheckpoint:
         return target
 
     def read_object(self, key: str) -> Any:
-        """Reads what is not a tensor."""
-        return self._load(key, None)
+        """Reads what is not a tensor. The engine keeps the objects of a key in a list."""
+        value = self._load(key, None)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def _load(self, key: str, offsets: Any) -> Any:
         place = self._places[MetadataIndex(key, offsets)]

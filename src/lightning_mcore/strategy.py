@@ -77,8 +77,7 @@ class MCoreStrategy(CheckpointStrategy):
         timeout_s: Seconds after which a collective that some rank has not joined fails.
         process_group_backend: Backend of the world group; by default nccl on GPUs, gloo on CPU.
 
-    Every switch takes ``True``, ``False`` or ``"auto"``; the run header prints its effective value
-    and the reason.
+    The run header prints the effective value of every switch and the reason.
 
     Raises:
         ConfigurationError: For sizes and switches that cannot work, as soon as it can be known: for
@@ -137,7 +136,7 @@ class MCoreStrategy(CheckpointStrategy):
         self._sync_gradients = True
         self._checked_batch = False
         self._failed = False
-        self._release_schedulers: Callable[[], None] = lambda: None
+        self._release_schedulers: Callable[[], None] | None = None
 
     @property
     @override
@@ -185,10 +184,9 @@ class MCoreStrategy(CheckpointStrategy):
         return pipeline
 
     def sync_parameters(self) -> None:
-        """Makes parameters whole on this rank, for code that reads weights between steps.
+        """Makes parameters whole between steps; collective over the data-parallel groups.
 
-        With ``overlap_param_gather`` they are stale from the optimizer step until the next forward
-        pass. Collective over the data-parallel groups.
+        With ``overlap_param_gather`` they are stale until the next forward pass.
         """
         if self._run is not None:
             self._run.gather_parameters()
@@ -294,7 +292,8 @@ class MCoreStrategy(CheckpointStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         batch, *rest = args
-        self._release_schedulers()
+        if self._release_schedulers is not None:
+            self._release_schedulers()
         if not self._checked_batch:
             check_same_batch(batch, self._parallel_state)
             self._checked_batch = True
@@ -350,8 +349,8 @@ class MCoreStrategy(CheckpointStrategy):
             # The engine steps this very optimizer; stepping it here too would do it twice.
             result = _lightning.run_closure(self.precision_plugin, model, optimizer, closure)
         else:
-            # The user's optimizer runs the closure and, finding no gradients on the parameters (the
-            # engine keeps them in its buffers), changes nothing.
+            # Finding no gradients on the parameters (they are in the engine's buffers), the user's
+            # optimizer runs the closure and changes nothing.
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if run.optimizer_step().skipped:
             # As with torch.amp: a schedule counts steps that changed parameters.
@@ -398,3 +397,8 @@ class MCoreStrategy(CheckpointStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles what the user asked for, not the processes and models of a run."""
+        fresh = {"_state": None, "_run": None, "_exits": ExitStack(), "_release_schedulers": None}
+        return {**super().__getstate__(), **fresh}

@@ -32,7 +32,7 @@ LAYERS = [
     {"optimizer", "precision"},
     {"_lightning"},
     {"state_dict", "optimizer_state", "checkpoint_files"},
-    {"checkpoint", "stored"},
+    {"checkpoint", "stored", "plain_file"},
     {"plain"},
     {"export"},
     {"import_plain"},
