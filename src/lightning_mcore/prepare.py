@@ -140,8 +140,8 @@ def _check_callbacks(found: Sequence[object]) -> None:
     if unfreezing:
         raise ConfigurationError(
             f"Callbacks {unfreezing} make parameters trainable during fit, but the engine's"
-            " gradient buffers and optimizer are built at its start; train them from the start with a"
-            " learning rate of 0, or run a second fit with them unfrozen."
+            " gradient buffers and optimizer are built at its start; train them from the start with"
+            " a learning rate of 0, or run a second fit with them unfrozen."
         )
 
 

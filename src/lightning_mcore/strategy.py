@@ -77,8 +77,6 @@ class MCoreStrategy(CheckpointStrategy):
         timeout_s: Seconds after which a collective that some rank has not joined fails.
         process_group_backend: Backend of the world group; by default nccl on GPUs, gloo on CPU.
 
-    The run header prints the effective value of every switch and the reason.
-
     Raises:
         ConfigurationError: For sizes and switches that cannot work, as soon as it can be known: for
             the sizes alone here, with the world size, the hardware and the LightningModule's
@@ -346,7 +344,7 @@ class MCoreStrategy(CheckpointStrategy):
         assert run.optimizer is not None
         model = model or self.lightning_module
         if run.optimizer.runs_torch_optimizer:
-            # The engine steps this very optimizer; stepping it here too would do it twice.
+            # The engine steps this very optimizer, once.
             result = _lightning.run_closure(self.precision_plugin, model, optimizer, closure)
         else:
             # Finding no gradients on the parameters (they are in the engine's buffers), the user's
@@ -378,10 +376,9 @@ class MCoreStrategy(CheckpointStrategy):
 
     @override
     def teardown(self) -> None:
-        """Leaves the engine. After an error the groups go too; else they wait for the next Trainer.
+        """Leaves the engine; after an error its groups go too, else they wait for the next Trainer.
 
-        Until another Trainer of this process starts, ``trainer.save_checkpoint`` still works, as
-        users of other strategies expect after ``fit``.
+        So ``trainer.save_checkpoint`` still works after ``fit``, as under other strategies.
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -400,5 +397,5 @@ class MCoreStrategy(CheckpointStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles what the user asked for, not the processes and models of a run."""
-        fresh = {"_state": None, "_run": None, "_exits": ExitStack(), "_release_schedulers": None}
-        return {**super().__getstate__(), **fresh}
+        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers"))
+        return {**super().__getstate__(), **fresh, "_exits": ExitStack()}
