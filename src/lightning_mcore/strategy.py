@@ -221,8 +221,7 @@ class MCoreStrategy(CheckpointStrategy):
     def _parallel_state(self) -> ParallelState:
         if self._state is None:
             raise NotInitializedError(
-                "Process groups exist from the Trainer's start until its teardown; use them in"
-                " configure_model, setup, or later hooks."
+                "Process groups exist once the Trainer has started; use them in configure_model."
             )
         return self._state
 
@@ -334,7 +333,7 @@ class MCoreStrategy(CheckpointStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Runs the hooks around the backward pass; the schedule has run the pass itself."""
-        assert self.lightning_module is not None
+        assert self.lightning_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
