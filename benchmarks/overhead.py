@@ -34,11 +34,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpt import GPT, SIZES, batches
 from lightning.pytorch.strategies import DDPStrategy
-from loops import DirectLoop, TrainerLoop, check_same_settings
-from syncs import Syncs
-
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.stage import stages_of
+from loops import DirectLoop, TrainerLoop, check_same_settings
+from syncs import Syncs
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {"tp": 1, "pp": 1, "dp": 1},
@@ -254,7 +253,7 @@ def summarise(result: dict[str, Any]) -> list[str]:
 
 _TIMES = f"{'ms':>8} {'ratio [quartiles]':>21} {'more':>6}"
 HEADER = (
-    f"{'':30} | {'wall clock of a step':^37} | {'processor time of a step':^37} | {'host reads':^17}\n"
+    f"{'':30} | {'wall clock of a step':^37} | {'processor time of a step':^37} |\n"
     f"{'layout':8} {'model':6} {'loop':14} | {_TIMES} | {_TIMES} | waits uplds  host"
 )
 
@@ -279,9 +278,9 @@ def main() -> None:
     add("--json", type=Path, metavar="PATH", help="write all figures to a file")
     options = parser.parse_args()
     print(
-        "ratio: to the direct loop, block by block. more: ms beyond it. Per step, waits: reads of"
-        " device\nvalues, for which the host waits; uplds: blocking copies to the device; host: reads"
-        " of host tensors\n(gloo votes, step counts), which wait for no device."
+        "ratio: to the direct loop, block by block. more: ms beyond it. Per step, waits: reads of\n"
+        "device values, for which the host waits; uplds: blocking copies to the device; host:\n"
+        "reads of host tensors (gloo votes, step counts), which wait for no device."
     )
     print(HEADER, flush=True)
     results = []

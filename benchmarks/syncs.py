@@ -31,6 +31,7 @@ _READS = {
     torch.ops.aten.masked_select.default,
     torch.ops.aten._unique2.default,
 }
+_READS_OUTSIDE_DISPATCH = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.copy_}
 _SKIPPED = (
     "/torch/",
@@ -63,7 +64,7 @@ class Syncs:
 
     @contextmanager
     def _on_cpu(self) -> Iterator[None]:
-        origins = _Origins(self.uploads)
+        origins = _Origins(self)
         with origins, _Reads(self, origins):
             yield
 
@@ -96,10 +97,10 @@ class Syncs:
 class _Origins(TorchFunctionMode):
     """Remembers which tensors would be in host memory."""
 
-    def __init__(self, uploads: Counter[str]) -> None:
+    def __init__(self, syncs: Syncs) -> None:
         super().__init__()
         self._host = WeakIdKeyDictionary()
-        self._uploads = uploads
+        self._syncs = syncs
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor in self._host
@@ -111,13 +112,15 @@ class _Origins(TorchFunctionMode):
         output = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         from_host = all(self.is_host(tensor) for tensor in inputs)
+        if func in _READS_OUTSIDE_DISPATCH:
+            (self._syncs.host if from_host else self._syncs.device)[_site()] += 1
         to_device = kwargs.get("device") is not None or any(
             isinstance(leaf, torch.device) for leaf in tree_leaves(args)
         )
         if from_host and to_device:
             copies = func in _MOVES or func in (torch.tensor, torch.as_tensor)
             if copies and not kwargs.get("non_blocking"):
-                self._uploads[_site()] += 1
+                self._syncs.uploads[_site()] += 1
         elif from_host and isinstance(output, Tensor):
             self._host[output] = True
         return output

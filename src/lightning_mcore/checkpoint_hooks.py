@@ -43,8 +43,13 @@ class CheckpointStrategy(LayoutStrategy):
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Empty, for the same reason."""
-        return {}
+        """Settings of parameter groups: LR schedulers go on from them. State is in the shards."""
+        return {
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+        }
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -64,7 +69,7 @@ class CheckpointStrategy(LayoutStrategy):
                 " use; leave it out."
             )
         run = self._model_run
-        with_optimizer = bool(checkpoint.pop("optimizer_states", None))
+        with_optimizer = bool(checkpoint.get("optimizer_states"))
         checkpoint.pop("state_dict", None)
         with self._engine_context():
             run.gather_parameters()
@@ -96,9 +101,17 @@ class CheckpointStrategy(LayoutStrategy):
             strict=self.lightning_module.strict_loading,
             layout=self.layout,
             groups=self.groups,
+            weights_only=weights_only,
         )
         if fitting:
             run.load_rank_state(state.extra)
+            for optimizer, saved in zip(
+                self.optimizers, loaded.get("optimizer_states", []), strict=False
+            ):
+                for group, settings in zip(
+                    optimizer.param_groups, saved["param_groups"], strict=True
+                ):
+                    group.update(settings)
         return {"state_dict": {}, **loaded}
 
     def _train_state(self, with_optimizer: bool) -> TrainState:

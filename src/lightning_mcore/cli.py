@@ -20,16 +20,16 @@ _BRIDGE = "megatron.bridge"
 _HUGGING_FACE = """\
 Hugging Face weights are converted by Megatron-Bridge, not by lightning-mcore.
 {state}
-To bring weights in:
-  1. python -c "from megatron.bridge import AutoBridge; AutoBridge.import_ckpt('ORG/MODEL', 'DIR')"
-     or, in the factory you give to strategy.build, build the stage from the provider of
-     AutoBridge.from_hf_pretrained('ORG/MODEL') and let the bridge load it (load_hf_weights).
-  2. Save once with Trainer.save_checkpoint; from then on MCoreStrategy(init_from=...) loads it in
-     any layout.
+To bring weights in, in one process:
+  bridge = AutoBridge.from_hf_pretrained("ORG/MODEL")
+  models = bridge.to_megatron_model(wrap_with_ddp=False)
+  torch.save(models[0].state_dict(), "weights.pt")
+  MCoreStrategy(init_from="weights.pt") then loads them in any layout, into a model of the same
+  configuration; strategy.build takes a factory that makes it.
 To take weights out:
   lightning-mcore export NAME.ckpt weights.safetensors
-  writes Megatron names; rename them with the bridge's mappings (save_hf_pretrained on a GPTModel
-  that holds them)."""
+  load these into such a model, then bridge.save_hf_pretrained(models, "DIR")
+Neither way is tested here; AutoBridge is that of megatron.bridge."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -189,9 +189,9 @@ def _write_lightning(
     state: dict[str, Any] = load_pickle(checkpoint.lightning_file)
     if weights_only:
         state = {key: state[key] for key in WEIGHTS_ONLY_KEYS if key in state}
-    weights = {f"{prefix}{name}": view.read(name) for name in view.tensors}
+    weights: dict[str, Any] = {f"{prefix}{name}": view.read(name) for name in view.tensors}
     weights |= {f"{prefix}{name}": view.read_object(name) for name in view.objects}
-    if view.kind == "megatron" and _GPT_NAMES <= view.tensors.keys():
+    if view.kind == "megatron" and view.tensors.keys() >= _GPT_NAMES:
         weights.setdefault(f"{prefix}{_NOT_STORED}", None)
     write_synced(aside, lambda file: torch.save({**state, "state_dict": weights}, file))
 

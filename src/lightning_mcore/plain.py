@@ -198,18 +198,20 @@ def manifest_names(
                 key = next((part.key for part in slices.slices_of(leaf)), None)
                 if key is not None:
                     template = names.global_template(local, key)
-                    if template != names.fused_template(key):
+                    # A tied output layer has the embedding's key, whose own name is the plain one.
+                    if own.get(key) != names.fused_template(key):
                         own[key] = template
     everyone: list[Any] = [None] * layout.world_size
     dist.all_gather_object(everyone, own, group=groups.world_cpu)
     held = [name for name, part in module.named_modules() if isinstance(part, Pipeline)]
-    return {
-        "model": {
-            "kind": _kind_of(chunks[0]),
-            "attribute": held[0] if held else "",
-            "names": {key: name for one in everyone for key, name in one.items()},
-        }
+    found = {(key, template) for one in everyone for key, template in one.items()}
+    own = {
+        key: template
+        for key, template in sorted(found)
+        if (key, names.fused_template(key)) not in found
     }
+    attribute = held[0] if held else ""
+    return {"model": {"kind": _kind_of(chunks[0]), "attribute": attribute, "names": own}}
 
 
 # ------------------------------------------------------------------------------ what fits

@@ -100,6 +100,7 @@ def resolve_switches(request: SwitchRequest, layout: Layout, facts: Facts) -> Sw
     """
     _check_precision(facts.precision)
     _check_context_parallel(layout)
+    _check_expert_tensor_parallel(layout, facts)
     sequence = _sequence_parallel(request.sequence_parallel, layout, facts)
     sharded = _use_distributed_optimizer(request, layout, facts)
     _check_optimizer_instances(sharded, layout, facts.num_optimizer_instances)
@@ -135,6 +136,14 @@ def _check_context_parallel(layout: Layout) -> None:
             " TransformerEngine's attention and a loss weighted by tokens, and with a plain mean"
             f" gradients would come out {layout.cp} times too large; use cp=1 and cut memory with"
             " `tp` and sequence_parallel."
+        )
+
+
+def _check_expert_tensor_parallel(layout: Layout, facts: Facts) -> None:
+    if not facts.on_gpu and layout.ep > 1 and layout.etp > 1:
+        raise ConfigurationError(
+            f"`etp` ({layout.etp}) with `ep` ({layout.ep}) needs GPUs: gloo cannot gather the"
+            " unequal numbers of tokens that ranks send to experts; use etp=1 on CPU."
         )
 
 
