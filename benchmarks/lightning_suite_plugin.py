@@ -81,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _inject(recorder: _Recorder, ranks: int) -> None:
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
     from lightning_mcore import MCoreStrategy
 
     mcore = os.environ[STRATEGY] == "mcore"
@@ -113,6 +114,7 @@ def _inject(recorder: _Recorder, ranks: int) -> None:
 
 def _read_checkpoints_by_torch_load() -> None:
     import torch
+
     from lightning_mcore.checkpoint_files import LIGHTNING_FILE
 
     original = torch.load

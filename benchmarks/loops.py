@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, Size, batches, call_gpt, gpt_chunk
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -22,6 +21,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
+
+from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, Size, batches, call_gpt, gpt_chunk
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Opens a context around a block of steps, in the thread that runs them."""

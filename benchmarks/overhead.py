@@ -32,12 +32,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpt import GPT, SIZES, batches
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_mcore import MCoreStrategy
-from lightning_mcore.stage import stages_of
 from loops import DirectLoop, TrainerLoop, check_same_settings
 from syncs import Syncs
+
+from gpt import GPT, SIZES, batches
+from lightning_mcore import MCoreStrategy
+from lightning_mcore.stage import stages_of
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {"tp": 1, "pp": 1, "dp": 1},

@@ -26,7 +26,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torchmetrics import Metric
@@ -118,23 +117,49 @@ def run_closure(precision: Precision, module: Any, optimizer: Any, closure: Any)
     return precision._wrap_closure(module, optimizer, closure)
 
 
-def agree_on_sigterm(trainer: pl.Trainer, stop_wanted: Callable[[], bool]) -> None:
-    """Lets ranks stop for a SIGTERM by what they agreed on in the last step.
+class AgreedSignals:
+    """Lets ranks stop for a SIGTERM together: what Lightning sees is what they agreed on.
 
-    Lightning broadcasts a flag on the device and reads it with ``.item()`` before every batch
-    (loops/training_epoch_loop.py, _broadcast_sigterm_tensor), which waits for all queued work
-    (Lightning-AI/pytorch-lightning#21487). The method of this one loop is replaced. Ranks vote
-    together with what they logged, so this takes no collective of its own; any rank's signal
-    counts, not only rank zero's.
+    Lightning stops a rank as soon as that rank has the signal, while others wait for it in a
+    collective; and it broadcasts a flag on the device, read with ``.item()`` before every batch
+    (loops/training_epoch_loop.py, on_advance_end and _broadcast_sigterm_tensor), which waits for
+    all queued work (Lightning-AI/pytorch-lightning#21487). Here ranks vote together with what they
+    logged, so the agreement takes no collective of its own. Stands in for the Trainer's signal
+    connector for the time of a run.
     """
 
-    def stop_if_wanted() -> None:
-        if stop_wanted():
-            raise SIGTERMException
+    def __init__(self, connector: Any) -> None:
+        self._connector = connector
+        self.received_sigterm = False
+        """Whether all ranks know that one of them has received a SIGTERM."""
 
-    loop = trainer.fit_loop.epoch_loop
+    @property
+    def pending(self) -> bool:
+        """This rank's vote: whether it has received a SIGTERM itself."""
+        return bool(self._connector.received_sigterm)
+
+    def register_signal_handlers(self) -> None:
+        """Installs Lightning's handlers."""
+        self._connector.register_signal_handlers()
+
+    def teardown(self) -> None:
+        """Restores the handlers from before."""
+        self._connector.teardown()
+
+
+@contextmanager
+def agreed_signals(trainer: pl.Trainer) -> Iterator[AgreedSignals]:
+    """Replaces the signal connector of this Trainer, and the vote of its training loop."""
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    signals = AgreedSignals(connector)
+    trainer._signal_connector = signals  # type: ignore[assignment]
     if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = stop_if_wanted  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    try:
+        yield signals
+    finally:
+        trainer._signal_connector = connector
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 def hold_step_schedulers(configs: Sequence[LRSchedulerConfig]) -> Callable[[], None]:

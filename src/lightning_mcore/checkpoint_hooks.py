@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_mcore.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.plain import manifest_names
 from lightning_mcore.processes import LayoutStrategy
 from lightning_mcore.run import ModelRun
 
@@ -73,6 +74,7 @@ class CheckpointStrategy(LayoutStrategy):
         checkpoint.pop("state_dict", None)
         with self._engine_context():
             run.gather_parameters()
+            run.share_buffers()
             save_checkpoint(
                 Path(self.broadcast(str(filepath))),
                 self._train_state(with_optimizer),
@@ -83,6 +85,7 @@ class CheckpointStrategy(LayoutStrategy):
                     "precision": str(self.precision_plugin.precision),
                     "global_step": checkpoint.get("global_step"),
                     "epoch": checkpoint.get("epoch"),
+                    **manifest_names(run.module, run.inner, self.layout, self.groups),
                 },
             )
 

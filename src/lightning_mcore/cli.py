@@ -77,8 +77,8 @@ def _hugging_face() -> str:
         found = False
     if not found:
         state = (
-            "It is not installed: pip install megatron-bridge (needs a CUDA build of torch and"
-            "\nTransformerEngine; NVIDIA's NeMo containers have it)."
+            "It is not installed: pip install megatron-bridge (requires megatron-core[dev,mlm],"
+            "\nflashinfer and more, which are made for machines with NVIDIA GPUs)."
         )
         raise ConfigurationError(_HUGGING_FACE.format(state=state))
     return _HUGGING_FACE.format(state="It is installed.")

@@ -22,7 +22,6 @@ from torch import nn
 
 from lightning_mcore._mcore import engine
 from lightning_mcore.build import Factory, build_pipeline, find_model
-from lightning_mcore.checkpoint import load_weights
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import (
     check_ddp_fields,
@@ -35,6 +34,7 @@ from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
 from lightning_mcore.optimizer import build_training, optimizer_kind
 from lightning_mcore.parallel_state import ParallelState
+from lightning_mcore.plain import init_weights
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
 from lightning_mcore.stage import Pipeline
@@ -232,7 +232,13 @@ def prepare_run(
     module.to(device)
     chunks, config = wrap_chunks(inner, pipeline, precision)
     if request.init_from is not None:
-        load_weights(request.init_from, inner, layout=layout, groups=state.groups)
+        init_weights(
+            request.init_from,
+            inner,
+            strict=module.strict_loading,
+            layout=layout,
+            groups=state.groups,
+        )
     torch_optimizer = make_optimizer() if make_optimizer is not None else None
     kind = optimizer_kind(torch_optimizer) if torch_optimizer is not None else None
     facts = request.facts(precision, device, native=native, optimizer=kind)

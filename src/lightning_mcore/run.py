@@ -62,6 +62,8 @@ class ModelRun:
     stats: StepStats | None = None
     randomness: StepRandomness | None = None
     """Random streams of chunks and steps, where the model has several stages."""
+    signals: _lightning.AgreedSignals | None = None
+    """Through which ranks stop together for a SIGTERM."""
     epoch_start: RandomState | None = None
     """From a checkpoint, for the training loader that continues its epoch."""
     _train_loaders: list[ResumableLoader] = field(default_factory=list)
@@ -186,10 +188,6 @@ class ModelRun:
         dist.broadcast_object_list(box, source, group=group, device=self.device)
         return box[0]
 
-    def stop_wanted(self) -> bool:
-        """Whether, at the latest step, any rank had received a SIGTERM."""
-        return self._exchange.stop_wanted
-
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
@@ -217,12 +215,16 @@ class ModelRun:
             self._hooks_on = on
 
     def start_evaluation(self) -> None:
-        """Makes weights whole, and buffers of plain torch modules the same, on every rank.
-
-        Buffers such as running means of BatchNorm follow data-parallel rank zero, as under
-        DDPStrategy. Collective over the data-parallel groups.
-        """
+        """Makes weights whole and shares buffers; collective over the data-parallel groups."""
         self.set_hooks(False)
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Gives every data-parallel rank the buffers of rank zero, in plain torch modules.
+
+        Running means of BatchNorm, for example, which follow rank zero under DDPStrategy too.
+        Collective over the data-parallel groups.
+        """
         if self.is_native and self.state.layout.dp > 1:
             group = self.state.groups.dp
             source = dist.get_process_group_ranks(group)[0]
@@ -298,8 +300,10 @@ class ModelRun:
     def _emit(self, log: StepLog) -> Tensor | None:
         """Logs what all ranks agreed on through Lightning; returns the loss."""
         loss = None
-        received_sigterm = self.module.trainer.received_sigterm
-        for logged in self._exchange(log, want_stop=received_sigterm):
+        logs = self._exchange(log, want_stop=self.signals is not None and self.signals.pending)
+        if self.signals is not None and self._exchange.stop_wanted:
+            self.signals.received_sigterm = True
+        for logged in logs:
             if logged.key.name == LOSS:
                 loss = logged.value
                 continue

@@ -73,7 +73,7 @@ class MCoreStrategy(CheckpointStrategy):
             ``[b, s]`` to read it from.
         ddp: Further fields of the engine's DistributedDataParallelConfig.
         optimizer: Further fields of the engine's OptimizerConfig.
-        init_from: Checkpoint directory to load weights (only) from, in any layout.
+        init_from: Checkpoint of ours or plain file to load weights (only) from, in any layout.
         timeout_s: Seconds after which a collective that some rank has not joined fails.
         process_group_backend: Backend of the world group; by default nccl on GPUs, gloo on CPU.
 
@@ -261,7 +261,7 @@ class MCoreStrategy(CheckpointStrategy):
         self._switches = self._run.switches
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
         self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
-        _lightning.agree_on_sigterm(trainer, self._run.stop_wanted)
+        self._run.signals = self._exits.enter_context(_lightning.agreed_signals(trainer))
 
     def _make_optimizer(self, trainer: pl.Trainer) -> torch.optim.Optimizer:
         self._reset_optimizers_and_schedulers()

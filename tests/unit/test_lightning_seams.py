@@ -122,7 +122,7 @@ def test_run_closure_runs_the_closure_and_the_hooks_before_a_step():
     assert ran == ["closure", ("after", "module", "optimizer")]
 
 
-def test_agree_on_sigterm_replaces_a_method_that_the_loop_calls():
+def test_agreed_signals_replace_a_method_that_the_loop_calls():
     """Lightning has it from 2.6 on, where it is called before every batch."""
     if not hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):
         pytest.skip("this Lightning does not broadcast the flag")
