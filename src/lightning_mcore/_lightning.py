@@ -151,6 +151,19 @@ class AgreedSignals:
 def agreed_signals(trainer: pl.Trainer) -> Iterator[AgreedSignals]:
     """Replaces the signal connector of this Trainer, and the vote of its training loop."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+
+    def note(signum: int, frame: Any) -> None:
+        """Notes the signal and passes it on to launched ranks, but broadcasts nothing.
+
+        Lightning's own handler broadcasts inside the signal handler (signal_connector.py,
+        _sigterm_notifier_fn), where the other ranks are in another collective.
+        """
+        launcher = trainer.strategy.launcher
+        if not connector.received_sigterm and launcher is not None:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign,assignment]
     signals = AgreedSignals(connector)
     trainer._signal_connector = signals  # type: ignore[assignment]
     if hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -159,6 +172,7 @@ def agreed_signals(trainer: pl.Trainer) -> Iterator[AgreedSignals]:
         yield signals
     finally:
         trainer._signal_connector = connector
+        connector.__dict__.pop("_sigterm_notifier_fn", None)
         loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
