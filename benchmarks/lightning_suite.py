@@ -53,7 +53,6 @@ SELECTIONS = {
         "callbacks/test_early_stopping.py",
         "callbacks/test_lr_monitor.py",
         "models/test_hooks.py",
-        "core/test_metric_result_integration.py",
     ),
 }
 

@@ -1,0 +1,146 @@
+"""Processes started by Lightning, torchrun, SLURM or by hand on two nodes find their place."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+from lightning_mcore import MCoreStrategy
+
+SCRIPT = """
+import sys
+import torch, lightning as L
+from torch.utils.data import DataLoader
+from lightning_mcore import MCoreStrategy
+from tests.ranks.trainers import Blocks, numbered_rows
+
+if __name__ == "__main__":
+    devices, nodes, plugin = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    options = {}
+    if plugin == "slurm":
+        from lightning.pytorch.plugins.environments import SLURMEnvironment
+        options["plugins"] = [SLURMEnvironment(auto_requeue=False)]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, num_nodes=nodes, strategy=MCoreStrategy(pp=2),
+        max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )
+    trainer.fit(Blocks(), DataLoader(numbered_rows(12), batch_size=4))
+    layout = trainer.strategy.layout
+    loss = float(trainer.callback_metrics["train_loss"])
+    print(f"RESULT rank {layout.rank} of {layout.world_size} stage {layout.pp_rank} {loss:.6f}")
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.path.join(root, "src"), kept.get("PYTHONPATH", "")])
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **more}
+
+
+def results(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """The RESULT lines of all ranks, sorted by rank."""
+    lines = []
+    for process in processes:
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output[-3000:]
+        lines += [line for line in output.splitlines() if line.startswith("RESULT")]
+    return sorted(lines)
+
+
+def start(command: list[str], **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def check_two_stages(lines: list[str]) -> None:
+    assert len(lines) == 2
+    assert lines[0].startswith("RESULT rank 0 of 2 stage 0 ")
+    assert lines[1].startswith("RESULT rank 1 of 2 stage 1 ")
+    assert lines[0].split()[-1] == lines[1].split()[-1], "both ranks log the same loss"
+
+
+@pytest.mark.slow
+def test_lightning_starts_the_ranks_of_a_script(script):
+    check_two_stages(results([start([sys.executable, script, "2", "1", "none"])]))
+
+
+@pytest.mark.slow
+def test_torchrun(script):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    port = ["--master-port", str(free_port())]
+    check_two_stages(results([start([*launcher, *port, script, "2", "1", "none"])]))
+
+
+@pytest.mark.slow
+def test_slurm_variables(script):
+    port = str(free_port())
+    ranks = [
+        start(
+            [sys.executable, script, "2", "1", "slurm"],
+            SLURM_NTASKS="2",
+            SLURM_JOB_ID="77",
+            SLURM_JOB_NAME="train",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_NODEID="0",
+            SLURM_NNODES="1",
+            SLURM_NODELIST="localhost",
+            SLURM_NTASKS_PER_NODE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    check_two_stages(results(ranks))
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_machine(script):
+    port = str(free_port())
+    nodes = [
+        start(
+            [sys.executable, script, "1", "2", "none"],
+            NODE_RANK=str(node),
+            LOCAL_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for node in range(2)
+    ]
+    check_two_stages(results(nodes))
+
+
+def test_an_interactive_session_is_refused_with_the_reason(monkeypatch):
+    # What Lightning looks at to recognise a notebook.
+    monkeypatch.setattr("lightning.fabric.utilities.imports._IS_INTERACTIVE", True)
+    monkeypatch.setattr(
+        "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True
+    )
+    with pytest.raises(Exception, match="not compatible with an interactive environment"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=MCoreStrategy(pp=2), logger=False)
