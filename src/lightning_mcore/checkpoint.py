@@ -316,8 +316,8 @@ def _load_pickle(file: Path, weights_only: bool) -> dict[str, Any]:
         refused = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(
             f"`{file.name}` holds {refused[1] if refused else 'a type'} that torch does not load"
-            " without running code from the file; if you trust it, pass weights_only=False, or name"
-            " the type to torch.serialization.add_safe_globals."
+            " without running code from the file; if you trust it, name the type to"
+            " torch.serialization.add_safe_globals."
         ) from error
     return loaded
 

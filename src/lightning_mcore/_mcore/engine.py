@@ -287,16 +287,27 @@ def run_schedule(
     """
     one = len(chunks) == 1
     schedule = get_forward_backward_func()
-    records: list[Any] = schedule(
-        forward_step_func=forward_step,
-        data_iterator=iterators[0] if one else list(iterators),
-        model=chunks[0] if one else list(chunks),
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    records: list[Any]
+    try:
+        records = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators[0] if one else list(iterators),
+            model=chunks[0] if one else list(chunks),
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+    except AssertionError as error:
+        # distributed/param_and_grad_buffer.py, finish_grad_sync.
+        if "Communication call has not been issued" not in str(error):
+            raise
+        raise ConfigurationError(
+            "`overlap_grad_reduce` (True) reduces a bucket of gradients once all its parameters"
+            " have one, but some parameter got none in this step; set overlap_grad_reduce=False, or use"
+            " every trainable parameter in every step."
+        ) from error
     return records
 
 

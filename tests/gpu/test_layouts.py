@@ -1,0 +1,105 @@
+"""Layouts on real GPUs over NCCL: the same losses and gradient norms from the same weights."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreStrategy
+from lightning_mcore.testing import run_ranks
+from tests.gpt import GPT, token_dataset
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tp": 2, "micro_batch_size": 2},
+    "pp2": {"pp": 2, "micro_batch_size": 2},
+    "pp2vpp2": {"pp": 2, "vpp": 2, "overlap_p2p": True, "micro_batch_size": 2},
+}
+
+
+class SameWeights(GPT):
+    """Fills every parameter from its name in the whole model, so that all layouts start alike."""
+
+    def make_chunk(self, stage: Any, **fields: Any) -> Any:
+        chunk = super().make_chunk(stage, **fields)
+        layout = self.trainer.strategy.layout
+        with torch.no_grad():
+            for name, param in chunk.named_parameters():
+                parts = name.split(".")
+                if "layers" in parts:
+                    at = parts.index("layers") + 1
+                    parts[at] = str(chunk.decoder.layers[int(parts[at])].layer_number)
+                shape, dim = list(param.shape), None
+                if getattr(param, "tensor_model_parallel", False):
+                    dim = param.partition_dim
+                    shape[dim] *= layout.tp
+                generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+                full = (
+                    torch.randn(shape, generator=generator, device="cpu") * 0.05
+                    if param.dim() > 1
+                    else torch.full(shape, float("norm" in name and name.endswith("weight")))
+                )
+                param.copy_(full if dim is None else full.chunk(layout.tp, dim)[layout.tp_rank])
+        return chunk
+
+
+class Seen(L.Callback):
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.steps.append((float(outputs["loss"]), trainer.strategy.step_stats.grad_norm))
+
+
+def train(layout: str, precision: str) -> list[tuple[float, float]]:
+    seen = Seen()
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=2,
+        strategy=MCoreStrategy(**LAYOUTS[layout]),
+        precision=precision,
+        max_steps=6,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[seen],
+    )
+    batch = 4 if layout == "dp2" else 8
+    trainer.fit(SameWeights(), DataLoader(token_dataset(64), batch_size=batch))
+    return seen.steps
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[tuple[float, float]]:
+    return run_ranks(train, 2, "dp2", "32-true", timeout_s=300)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2vpp2"])
+def test_fp32_layouts_agree(layout, reference):
+    for steps in run_ranks(train, 2, layout, "32-true", timeout_s=300):
+        for (loss, norm), (expected, expected_norm) in zip(steps, reference, strict=True):
+            assert math.isfinite(loss)
+            assert loss == pytest.approx(expected, abs=2e-5)
+            assert norm == pytest.approx(expected_norm, rel=3e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("layout", ["dp2", "pp2vpp2"])
+def test_low_precision_follows_fp32(layout, precision, reference):
+    for steps in run_ranks(train, 2, layout, precision, timeout_s=300):
+        for (loss, _), (expected, _) in zip(steps, reference, strict=True):
+            assert math.isfinite(loss)
+            assert loss == pytest.approx(expected, abs=2e-2)
