@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy
@@ -74,6 +75,8 @@ def train(layout: str, precision: str) -> list[tuple[float, float]]:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[seen],
+        # Named, since looking for others starts MPI where mpi4py is installed.
+        plugins=[LightningEnvironment()],
     )
     batch = 4 if layout == "dp2" else 8
     trainer.fit(SameWeights(), DataLoader(token_dataset(64), batch_size=batch))

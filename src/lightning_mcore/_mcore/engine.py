@@ -305,8 +305,8 @@ def run_schedule(
             raise
         raise ConfigurationError(
             "`overlap_grad_reduce` (True) reduces a bucket of gradients once all its parameters"
-            " have one, but some parameter got none in this step; set overlap_grad_reduce=False, or use"
-            " every trainable parameter in every step."
+            " have one, but some parameter got none in this step; set overlap_grad_reduce=False, or"
+            " use every trainable parameter in every step."
         ) from error
     return records
 
