@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.callbacks import OptimizerStats, Throughput
+from lightning_mcore.callbacks import ModelSummary, OptimizerStats, Throughput
 
 STEPS, BATCH, SEQ, BYTES = 300, 16, 128, 256
 
@@ -82,7 +82,7 @@ def main():
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         logger=TensorBoardLogger("runs", name="quickstart"),
-        callbacks=[best, LearningRateMonitor("step"), rate, OptimizerStats()],
+        callbacks=[best, LearningRateMonitor("step"), rate, OptimizerStats(), ModelSummary()],
     )
     train, val = windows[:-2000], windows[-2000:]
     trainer.fit(GPT(), DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH))

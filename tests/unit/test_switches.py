@@ -190,7 +190,8 @@ REFUSALS: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any],
      "`sequence_parallel` (True) needs `tp` (1) of at least 2", "use tp=2 or more"),
     ({"sequence_parallel": True}, TP2, CPU | {"native_model": True},
      "`sequence_parallel` (True) needs Megatron layers", "sequence_parallel='auto'"),
-    ({"sequence_parallel": False}, (4, {"tp": 2, "ep": 2}), CPU,
+    ({}, (4, {"tp": 2, "ep": 2}), CPU, "`etp` (2) with `ep` (2) needs GPUs", "etp=1 on CPU"),
+    ({"sequence_parallel": False}, (4, {"tp": 2, "ep": 2, "etp": 1}), CPU,
      "`sequence_parallel` (False) must be on with `tp` (2) and `ep` (2) both above 1", "or tp=1"),
     ({"use_distributed_optimizer": True}, DP2, CPU | {"optimizer": "sgd"},
      "`use_distributed_optimizer` (True) cannot work: the engine shards the state of Adam and"
@@ -268,7 +269,15 @@ def test_what_is_refused(
     assert message.endswith(".")
 
 
-GRIDS = [ONE, DP2, TP2, PP2, PP2VPP2, (8, {"tp": 2, "pp": 2, "vpp": 2}), (4, {"tp": 2, "ep": 2})]
+GRIDS = [
+    ONE,
+    DP2,
+    TP2,
+    PP2,
+    PP2VPP2,
+    (8, {"tp": 2, "pp": 2, "vpp": 2}),
+    (4, {"tp": 2, "ep": 2, "etp": 1}),
+]
 MODELS = [{}, MEGATRON, {"native_model": True, "optimizer": "sgd"}, MEGATRON | {"optimizer": "sgd"}]
 
 
