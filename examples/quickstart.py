@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.callbacks import ModelSummary, OptimizerStats, Throughput
 
-STEPS, BATCH, SEQ, BYTES = 300, 16, 128, 256
+STEPS, BATCH, SEQ, BYTES = 240, 16, 128, 256
 
 
 class GPT(L.LightningModule):
