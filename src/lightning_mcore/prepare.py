@@ -71,7 +71,7 @@ class Request:
         check_optimizer_fields(self.optimizer)
         engine.check_field_names(ddp=self.ddp, optimizer=self.optimizer)
         if self.optimizer_instances > 1 and find_spec("einops") is None:
-            # megatron/core/parallel_state.py, create_hierarchical_groups and its like.
+            # megatron/core/parallel_state.py imports it for groups of several instances.
             raise ConfigurationError(
                 f"`num_distributed_optimizer_instances` ({self.optimizer_instances}) needs the"
                 " package einops, which the engine imports for it; pip install einops."

@@ -145,14 +145,6 @@ def seed_parallel_rng(seed: int) -> None:
 # ------------------------------------------------------------------------------ configs
 
 
-def transformer_config_fields() -> dict[str, Any]:
-    """Field names of the engine's TransformerConfig with their defaults where they have one."""
-    return {
-        field.name: (None if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(TransformerConfig)
-    }
-
-
 def native_config(num_layers: int, fields: Mapping[str, Any]) -> TransformerConfig:
     """A config for chunks without Megatron layers: the schedule only reads its switches.
 
@@ -379,8 +371,3 @@ def clamp_gradients(chunks: Iterable[Any], limit: float) -> None:
     for chunk in chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             buffer.grad_data.clamp_(-limit, limit)
-
-
-def reload_main_params(optimizer: MegatronOptimizer) -> None:
-    """Copies model parameters into the optimizer's fp32 main parameters."""
-    optimizer.reload_model_params()
