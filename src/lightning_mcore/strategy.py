@@ -1,56 +1,26 @@
-"""The Lightning strategy: maps each hook to one call into the rest of the package."""
+"""The Lightning strategy as users see it: its arguments, and what they may ask it in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
-import torch
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from typing_extensions import override
+from torch import nn
 
-from lightning_mcore import _lightning
-from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore.build import Factory
-from lightning_mcore.checkpoint_hooks import CheckpointStrategy
-from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
-from lightning_mcore.data_check import check_same_batch
+from lightning_mcore.config import ParallelSizes, SwitchRequest
 from lightning_mcore.errors import NotInitializedError
-from lightning_mcore.layout import Layout
-from lightning_mcore.loaders import agreeing_loader
-from lightning_mcore.metrics import replicated_metrics
+from lightning_mcore.loop_hooks import LoopStrategy
 from lightning_mcore.optimizer import StepStats
-from lightning_mcore.parallel_state import (
-    Groups,
-    ParallelState,
-    destroy_parallel_state,
-    init_parallel_state,
-    is_live,
-)
-from lightning_mcore.precision import MCorePrecision
-from lightning_mcore.prepare import (
-    Request,
-    build_model,
-    check_trainer,
-    prepare_run,
-    resolve_before_groups,
-)
-from lightning_mcore.run import ModelRun
+from lightning_mcore.prepare import Request, build_model
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.switches import Switches
 
 Auto = bool | Literal["auto"]
 
 
-class MCoreStrategy(CheckpointStrategy):
+class MCoreStrategy(LoopStrategy):
     """Trains a LightningModule on Megatron-Core with tensor, pipeline and data parallelism.
 
     Args:
@@ -108,8 +78,7 @@ class MCoreStrategy(CheckpointStrategy):
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__(process_group_backend, timeout_s)
-        self._request = Request(
+        request = Request(
             sizes=ParallelSizes(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp),
             switches=SwitchRequest(
                 sequence_parallel=sequence_parallel,
@@ -125,30 +94,7 @@ class MCoreStrategy(CheckpointStrategy):
             init_from=init_from,
             seq_length=seq_length,
         )
-        self._layout: Layout | None = None
-        self._switches: Switches | None = None
-        self._state: ParallelState | None = None
-        self._run: ModelRun | None = None
-        self._exits = ExitStack()
-        """Undoes, at teardown, what a run changed outside this object."""
-        self._sync_gradients = True
-        self._checked_batch = False
-        self._failed = False
-        self._release_schedulers: Callable[[], None] | None = None
-
-    @property
-    @override
-    def layout(self) -> Layout:
-        """Sizes and this rank's coordinates."""
-        if self._layout is None:
-            raise NotInitializedError("The layout exists once the Trainer has started processes.")
-        return self._layout
-
-    @property
-    @override
-    def groups(self) -> Groups:
-        """Process groups of this rank, for collectives of your own."""
-        return self._parallel_state.groups
+        super().__init__(request, process_group_backend, timeout_s)
 
     @property
     def switches(self) -> Switches:
@@ -188,213 +134,3 @@ class MCoreStrategy(CheckpointStrategy):
         """
         if self._run is not None:
             self._run.gather_parameters()
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        assert self.lightning_module is not None
-        check_trainer(self.lightning_module.trainer, self.lightning_module)
-        self._layout, self._switches = resolve_before_groups(
-            self._request,
-            ModelDims.from_object(getattr(self.lightning_module, "model_dims", None)),
-            self._request.facts(self.precision_plugin, self.root_device),
-            world_size=self.world_size,
-            rank=self.global_rank,
-        )
-        self._exits.enter_context(self._engine_context())
-        _lightning.limit_threads(self.num_processes)
-        self._init_world()
-        self._state = init_parallel_state(
-            self.layout,
-            device=self.root_device,
-            timeout_s=self._timeout_s,
-            instances=self._request.optimizer_instances,
-        )
-
-    @override
-    def _engine_context(self) -> AbstractContextManager[Any]:
-        return CpuAdapter() if self.root_device.type == "cpu" else nullcontext()
-
-    @property
-    def _parallel_state(self) -> ParallelState:
-        if self._state is None:
-            raise NotInitializedError(
-                "Process groups exist once the Trainer has started; use them in configure_model."
-            )
-        return self._state
-
-    @property
-    @override
-    def precision_plugin(self) -> MCorePrecision:
-        plugin = self._precision_plugin
-        return plugin if isinstance(plugin, MCorePrecision) else MCorePrecision()
-
-    @precision_plugin.setter
-    @override
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = MCorePrecision.from_plugin(precision_plugin)
-
-    @override
-    def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        self._run, facts = prepare_run(
-            self._request,
-            self.lightning_module,
-            self._parallel_state,
-            self.precision_plugin,
-            self.root_device,
-            make_optimizer=(
-                partial(self._make_optimizer, trainer)
-                if trainer.state.fn == TrainerFn.FITTING
-                else None
-            ),
-        )
-        self._switches = self._run.switches
-        rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
-        self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
-        self._run.signals = self._exits.enter_context(_lightning.agreed_signals(trainer))
-
-    def _make_optimizer(self, trainer: pl.Trainer) -> torch.optim.Optimizer:
-        self._reset_optimizers_and_schedulers()
-        self.setup_optimizers(trainer)
-        return self.optimizers[0]
-
-    @property
-    @override
-    def _model_run(self) -> ModelRun:
-        if self._run is None or not is_live(self._run.state):
-            raise NotInitializedError(
-                "The model runs on the engine from the Trainer's setup until another Trainer of"
-                " this process starts; save checkpoints before that."
-            )
-        return self._run
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        loader = agreeing_loader(dataloader, self._parallel_state)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return self._model_run.train_loader(trainer, loader) if trainer.training else loader
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        batch, *rest = args
-        if self._release_schedulers is not None:
-            self._release_schedulers()
-        if not self._checked_batch:
-            check_same_batch(batch, self._parallel_state)
-            self._checked_batch = True
-        step = self.lightning_module.training_step
-        return self._model_run.train_step(
-            lambda microbatch: step(microbatch, *rest, **kwargs),
-            batch,
-            accumulate=self.lightning_module.trainer.accumulate_grad_batches,
-            sync=self._sync_gradients,
-        )
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model_run.to_all_stages(self._evaluate("predict_step", *args, **kwargs))
-
-    def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        step = getattr(self.lightning_module, name)
-        return self._model_run.evaluation_step(
-            lambda microbatch: step(microbatch, *args, **kwargs), batch
-        )
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters this around batches that only accumulate gradients."""
-        self._sync_gradients = False
-        try:
-            yield
-        finally:
-            self._sync_gradients = True
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs the hooks around the backward pass; the schedule has run the pass itself."""
-        assert self.lightning_module
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
-
-    @override
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        run = self._model_run
-        assert run.optimizer is not None
-        model = model or self.lightning_module
-        if run.optimizer.runs_torch_optimizer:
-            # The engine steps this very optimizer, once.
-            result = _lightning.run_closure(self.precision_plugin, model, optimizer, closure)
-        else:
-            # Finding no gradients on the parameters (they are in the engine's buffers), the user's
-            # optimizer runs the closure and changes nothing.
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if run.optimizer_step().skipped:
-            # As with torch.amp: a schedule counts steps that changed parameters.
-            self._release_schedulers = _lightning.hold_step_schedulers(self.lr_scheduler_configs)
-        return result
-
-    @override
-    def on_validation_start(self) -> None:
-        self._model_run.start_evaluation()
-
-    on_test_start = on_validation_start
-    on_predict_start = on_validation_start
-
-    @override
-    def on_validation_end(self) -> None:
-        self._model_run.set_hooks(True)
-
-    @override
-    def on_train_end(self) -> None:
-        self._model_run.set_hooks(False)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-
-    @override
-    def teardown(self) -> None:
-        """Leaves the engine; after an error its groups go too, else they wait for the next Trainer.
-
-        So ``trainer.save_checkpoint`` still works after ``fit``, as under other strategies.
-        """
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        self._checked_batch = False
-        try:
-            if self._failed and self._state is not None:
-                self._run = None
-                destroy_parallel_state(self._state, graceful=False)
-                self._state = None
-        finally:
-            self._failed = False
-            self._exits.close()
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickles what the user asked for, not the processes and models of a run."""
-        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers"))
-        return {**super().__getstate__(), **fresh, "_exits": ExitStack()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -37,6 +38,8 @@ if __name__ == "__main__":
     print(f"RESULT rank {layout.rank} of {layout.world_size} stage {layout.pp_rank} {loss:.6f}")
 """
 
+RESULT = re.compile(r"RESULT rank \d+ of \d+ stage \d+ \d+\.\d{6}")
+
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -57,7 +60,8 @@ def results(processes: list[subprocess.Popen[str]]) -> list[str]:
     for process in processes:
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output[-3000:]
-        lines += [line for line in output.splitlines() if line.startswith("RESULT")]
+        # Ranks that share a pipe may write two results into one line.
+        lines += RESULT.findall(output)
     return sorted(lines)
 
 

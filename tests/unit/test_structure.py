@@ -39,6 +39,7 @@ LAYERS = [
     {"run"},
     {"prepare", "processes"},
     {"checkpoint_hooks"},
+    {"loop_hooks"},
     {"strategy"},
     {"callbacks", "testing", "cli"},
     {"__main__"},

@@ -43,7 +43,9 @@ with warnings.catch_warnings():
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.layout import Layout
 
-ENGINE_VERSION: str = _engine_version
+ENGINE_VERSION: str = _engine_version.split("+")[0]
+"""Version of megatron-core. The engine appends the git commit of whatever repository encloses its
+folder (package_info.py), such as a project whose virtual environment lies inside it."""
 MODEL_TYPE = ModelType.encoder_or_decoder
 GROUP_LABEL = "lightning_group"
 """Key of an engine parameter group that holds the index of the user's parameter group."""
@@ -58,9 +60,7 @@ class ForwardStep(Protocol):
 
 def engine_version() -> tuple[int, ...]:
     """Release numbers of the installed megatron-core, for example ``(0, 16, 1)``."""
-    return tuple(
-        int(part) for part in ENGINE_VERSION.split("+")[0].split(".")[:3] if part.isdigit()
-    )
+    return tuple(int(part) for part in ENGINE_VERSION.split(".")[:3] if part.isdigit())
 
 
 def has_te_or_apex() -> bool:
