@@ -266,7 +266,7 @@ def average_in_collective(
             )
         idle = f"; {copies_text(layout, 'average')}" if copies(layout) == 1 else ""
         return Switch(name, asked, True, f"requested{idle}")
-    reason = "requested" if asked is False else "ranks scale before the sum; excludes nothing else"
+    reason = "requested" if asked is False else "ranks scale before the sum"
     return Switch(name, asked, False, reason)
 
 
