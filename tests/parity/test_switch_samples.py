@@ -18,7 +18,7 @@ from lightning_mcore.testing import run_ranks
 from lightning_mcore.version import installed_version
 from tests.parity.layouts import Outcome, _fit_gpt, check_steps
 from tests.parity.one_process import gpt_reference
-from tests.parity.recipes import Training
+from tests.parity.recipes import STEPS, Training
 from tests.parity.weights import check_shards
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -128,6 +128,9 @@ def test_switches_change_no_number(world_size: int) -> None:
                 for name, value in asked.items():
                     if isinstance(value, bool):
                         assert outcome.switches[name] is value
+                # Lightning's hook for a batch's end comes after the optimizer's first step.
+                aligned = outcome.switches["align_param_gather"]
+                assert outcome.starts_gathers == [aligned] * STEPS
             check_steps(outcomes, reference)
             check_shards([outcome.shards for outcome in outcomes], reference.parameters, 1e-5)
         except AssertionError as error:

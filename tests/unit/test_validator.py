@@ -127,6 +127,8 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
      GPU | {"engine_version": (0, 16, 1)}, "error", "overlap-with-instances-wrong-before-0.17"),
     ({}, (4, {"tp": 2, "ep": 2, "etp": 1}), GPU | {"engine_version": (0, 18, 0)}, "warning",
      "expert-grad-norm-before-0.19"),
+    ({}, (2, {"pp": 2}), CPU | {"dims": ModelDims(num_layers=8)}, "info", "vpp-would-overlap"),
+    ({}, (128, {}), GPU | {"topology": Topology(nodes=16)}, "info", "pad-buckets"),
     ({"ddp": {"num_buckets": 4}}, DP2, CPU, "error", "num-buckets-ignored"),
     ({"ddp": {"reduce_scatter_with_fp32_accumulation": True}}, DP2, CPU | {"optimizer": "sgd"},
      "error", "fp32-accumulation-conflict"),
