@@ -170,9 +170,7 @@ def _clique(nvml: Any, handle: Any) -> str | None:
 def _link(nvml: Any, one: Any, other: Any) -> str:
     if one is other:
         return "self"
-    status = _try(
-        lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    )
+    status = _try(lambda: nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
     if status == nvml.NVML_P2P_STATUS_OK:
         return "NVLink"
     level = _try(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
