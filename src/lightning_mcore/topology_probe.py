@@ -11,9 +11,24 @@ import ctypes
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["Gpu", "Hardware", "Launch", "nvlink_domain", "read_hardware", "read_launch"]
+from lightning_mcore.topology import Arch, Network, Topology
+
+__all__ = [
+    "Gpu",
+    "Hardware",
+    "Launch",
+    "nvlink_domain",
+    "probe_topology",
+    "read_hardware",
+    "read_launch",
+    "topology_of",
+]
+
+_INFINIBAND = Path("/sys/class/infiniband")
+"""Where Linux lists RDMA devices, InfiniBand and RoCE alike."""
 
 _PCIE_LEVELS = {0: "on one board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """NVML's nearest common ancestor of two GPUs, in the words of ``nvidia-smi topo -m``."""
@@ -23,10 +38,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU that processes started here would see."""
+    """One GPU of this machine."""
 
     index: int
-    """Its number among the visible GPUs."""
+    """Its number on the machine, as NVML counts."""
     name: str
     """As the driver calls it, for example ``"NVIDIA H200"``."""
     capability: tuple[int, int] | None = None
@@ -45,7 +60,9 @@ class Hardware:
     """The GPUs of this machine and how they are connected."""
 
     gpus: tuple[Gpu, ...] = ()
-    """Visible GPUs in order; empty on a machine without."""
+    """In NVML's order; empty on a machine without."""
+    visible: tuple[int, ...] = ()
+    """Positions in ``gpus`` that ``CUDA_VISIBLE_DEVICES`` leaves to a process started here."""
     links: tuple[tuple[str, ...], ...] = ()
     """``links[i][j]`` is how GPU ``i`` reaches ``j``: ``"NVLink"``, or over PCIe ``"PIX"``,
     ``"PXB"``, ``"PHB"`` (one host bridge), ``"NODE"`` (one NUMA node) or ``"SYS"`` (between
@@ -71,7 +88,7 @@ class Launch:
 
 
 def read_hardware(environ: Mapping[str, str], nvml: Any = None) -> Hardware:
-    """Reads the GPUs of this machine that ``CUDA_VISIBLE_DEVICES`` leaves visible.
+    """Reads the GPUs of this machine, and which of them a process started here would see.
 
     Args:
         environ: Environment variables, usually ``os.environ``.
@@ -102,17 +119,17 @@ def _read(environ: Mapping[str, str], nvml: Any) -> Hardware:
     number = _try(nvml.nvmlSystemGetCudaDriverVersion)
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     uuids = [_as_str(_try(lambda h=handle: nvml.nvmlDeviceGetUUID(h), "")) for handle in handles]
-    seen, note = _visible(environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+    visible, note = _visible(environ.get("CUDA_VISIBLE_DEVICES"), uuids)
     notes += note
     if not handles:
         notes.append("no GPU: NVML finds none")
-    handles = [handles[i] for i in seen]
     gpus = tuple(_gpu(nvml, index, handle) for index, handle in enumerate(handles))
     links = tuple(tuple(_link(nvml, a, b) for b in handles) for a in handles)
     if len({gpu.name for gpu in gpus}) > 1:
         notes.append("GPUs differ: NVML's order may not be CUDA's (CUDA_DEVICE_ORDER=PCI_BUS_ID)")
     return Hardware(
         gpus=gpus,
+        visible=tuple(visible),
         links=links,
         driver=None if driver is None else _as_str(driver),
         cuda=None if number is None else f"{number // 1000}.{number % 1000 // 10}",
@@ -220,6 +237,111 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         nodes = share(number("OMPI_COMM_WORLD_SIZE"), ranks)
         return Launch(launcher="Open MPI", nodes=nodes, ranks_per_node=ranks)
     return Launch()
+
+
+def probe_topology(
+    environ: Mapping[str, str], *, nodes: int | None = None, ranks_per_node: int | None = None
+) -> Topology:
+    """The machines of a run that starts here, taking every node to be like this one.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``.
+        nodes: Hosts, where they are known; ``None``: what the launcher says, or 1.
+        ranks_per_node: Processes on each; ``None``: what the launcher says, or one for each GPU.
+    """
+    hardware, launch = read_hardware(environ), read_launch(environ)
+    return topology_of(hardware, launch, environ, nodes=nodes, ranks_per_node=ranks_per_node)[0]
+
+
+def topology_of(
+    hardware: Hardware,
+    launch: Launch,
+    environ: Mapping[str, str],
+    *,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    infiniband: Path = _INFINIBAND,
+) -> tuple[Topology, tuple[str, ...]]:
+    """Makes a topology of what was read.
+
+    Returns:
+        The topology, and notes on what it leaves out or takes for granted.
+    """
+    nodes = nodes or launch.nodes or 1
+    multicast = environ.get("NCCL_NVLS_ENABLE") != "0"
+    network = _network(nodes, environ, infiniband)
+    if not hardware.gpus:
+        topology = Topology(
+            gpus_per_nvlink_domain=1,
+            nodes=nodes,
+            gpus_per_node=ranks_per_node or launch.ranks_per_node or 1,
+            arch="cpu",
+            network=network,
+            multicast=multicast,
+            source="; ".join(hardware.notes) or "no GPU",
+        )
+        return topology, ()
+    ranks = ranks_per_node or launch.ranks_per_node or len(hardware.visible) or len(hardware.gpus)
+    domain, notes = _domain(hardware, ranks, environ)
+    if nodes > 1 and max(ranks, domain) % min(ranks, domain):
+        notes.append(
+            f"NVLink domains of {domain} GPUs do not line up with {ranks} ranks on each of {nodes}"
+            " nodes; ranks are taken to have no NVLink"
+        )
+        domain = 1
+    topology = Topology(
+        gpus_per_nvlink_domain=domain,
+        nodes=nodes,
+        gpus_per_node=ranks,
+        arch=_arch(hardware),
+        network=network,
+        multicast=multicast,
+        source="NVML",
+    )
+    return topology, tuple(notes)
+
+
+def _domain(hardware: Hardware, ranks: int, environ: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Ranks that share an NVLink domain, and notes."""
+    used = list(hardware.visible[:ranks])
+    if len(used) < ranks:
+        # Launchers that give each rank one GPU hide the others from it.
+        used = list(range(len(hardware.gpus)))[:ranks]
+    gpus = [hardware.gpus[i] for i in used]
+    notes = []
+    if len(used) < ranks:
+        if len(used) > 1 or not gpus[0].nvlinks:
+            return 1, [f"{ranks} ranks share {len(used)} GPUs; they are taken to have no NVLink"]
+        notes.append(f"one of {ranks} GPUs is visible; its NVLinks are taken to reach the others")
+        domain = ranks
+    else:
+        domain = nvlink_domain(tuple(tuple(hardware.links[a][b] for b in used) for a in used))
+    if domain < ranks and any(gpu.nvlinks for gpu in gpus):
+        notes.append(f"NVLink joins {domain} of {ranks} neighbouring GPUs, not all of them")
+    cliques = {gpu.clique for gpu in gpus}
+    if len(cliques) == 1 and None not in cliques and domain == ranks:
+        stated = environ.get("NVLINK_DOMAIN_SIZE", "")
+        if stated.isdigit() and int(stated) > domain:
+            return int(stated), [*notes, f"NVLINK_DOMAIN_SIZE={stated} across nodes"]
+        notes.append(
+            "NVLink reaches beyond this machine, how far NVML does not tell; set"
+            " NVLINK_DOMAIN_SIZE, or state the topology"
+        )
+    return domain, notes
+
+
+def _arch(hardware: Hardware) -> Arch:
+    """By the oldest GPU; a GPU that tells no capability counts as old."""
+    major = min(gpu.capability[0] if gpu.capability else 0 for gpu in hardware.gpus)
+    return "blackwell" if major >= 10 else "hopper" if major == 9 else "ampere"
+
+
+def _network(nodes: int, environ: Mapping[str, str], infiniband: Path) -> Network:
+    if nodes == 1:
+        return "none"
+    if environ.get("NCCL_IB_DISABLE") == "1" or environ.get("NCCL_NET", "").lower() == "socket":
+        return "ethernet"
+    return "infiniband" if _try(lambda: any(infiniband.iterdir()), False) else "unknown"
 
 
 def _try(read: Callable[[], _T], otherwise: Any = None) -> Any:
