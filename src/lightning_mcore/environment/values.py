@@ -86,7 +86,7 @@ class EnvironmentPlan:
         """What a launcher should add to the environment of the processes it starts."""
         return {variable.name: variable.value for variable in self.wanted if variable.unset}
 
-    def current(self, name: str) -> Variable | None:
+    def variable(self, name: str) -> Variable | None:
         """The wanted variable of this name."""
         return next((variable for variable in self.wanted if variable.name == name), None)
 
