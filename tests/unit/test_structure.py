@@ -44,6 +44,7 @@ LAYERS = [
     {"checkpoint_hooks"},
     {"loop_hooks"},
     {"strategy"},
+    {"check"},
     {"callbacks", "testing", "cli"},
     {"__main__"},
     {""},  # the package's own __init__

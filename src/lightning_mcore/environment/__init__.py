@@ -18,6 +18,7 @@ from lightning_mcore.environment.rules import (
     check_single,
     is_off,
 )
+from lightning_mcore.environment.uses import uses_of
 from lightning_mcore.environment.values import (
     CONNECTIONS,
     EnvironmentPlan,
@@ -26,7 +27,15 @@ from lightning_mcore.environment.values import (
     Variable,
 )
 
-__all__ = ["CONNECTIONS", "EnvironmentPlan", "Uses", "Variable", "plan_environment", "shown"]
+__all__ = [
+    "CONNECTIONS",
+    "EnvironmentPlan",
+    "Uses",
+    "Variable",
+    "plan_environment",
+    "shown",
+    "uses_of",
+]
 
 _PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_", "UB_", "NVSHMEM_", "DEEP_EP_")
 _OTHERS = (

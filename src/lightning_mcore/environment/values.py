@@ -28,8 +28,6 @@ class Uses:
     """Ranks."""
     splits_layers: bool = False
     """Whether Megatron layers are cut by tensor or context parallelism."""
-    pipeline: bool = False
-    """Whether there are several pipeline stages."""
     overlaps_data_parallel: bool = False
     """Whether gradients or parameters travel during compute."""
     overlaps_experts: bool = False
