@@ -43,6 +43,8 @@ class RunConfig:
 
     request: Request
     """The strategy's arguments, without those that cannot be read."""
+    unread: frozenset[str] = frozenset()
+    """Arguments of the strategy that cannot be read: what follows from them is not known."""
     devices: int | None
     """Ranks on each node; ``None`` if left to Lightning."""
     num_nodes: int
@@ -120,8 +122,10 @@ def read_config(config: Mapping[str, Any], findings: Findings) -> RunConfig:
     trainer = _section(config, "trainer", findings)
     model, data = _arguments(config, "model", findings), _arguments(config, "data", findings)
     precision = str(trainer.get("precision") or "32-true")
+    request, unread = _read_strategy(trainer.get("strategy"), findings)
     return RunConfig(
-        request=_read_strategy(trainer.get("strategy"), findings),
+        request=request,
+        unread=unread,
         devices=_devices(trainer.get("devices"), findings),
         num_nodes=_count(trainer, "num_nodes", 1, findings),
         accelerator=str(trainer.get("accelerator") or "auto"),
@@ -166,7 +170,7 @@ def _arguments(config: Mapping[str, Any], name: str, findings: Findings) -> dict
     return {**section, **(inner if isinstance(inner, dict) else {})}
 
 
-def _read_strategy(value: Any, findings: Findings) -> Request:
+def _read_strategy(value: Any, findings: Findings) -> tuple[Request, frozenset[str]]:
     """Builds the strategy from every argument that can be read; constructing it starts nothing."""
     if isinstance(value, str):
         value = {"class_path": value}
@@ -182,7 +186,7 @@ def _read_strategy(value: Any, findings: Findings) -> Request:
         parsed = parser.parse_object({"strategy": arguments}, defaults=False)
         try:
             request: Request = parser.instantiate_classes(parsed)["strategy"]._request
-            return request
+            return request, frozenset(given.keys() - arguments.keys())
         except ConfigurationError as error:
             culprits = _named_in(str(error), arguments)
             if not any(f"`{name}`" in str(error) for name in given.keys() - arguments.keys()):

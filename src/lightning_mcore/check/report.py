@@ -74,7 +74,7 @@ class Run:
     layout: Layout | None
     """As rank 0 has it; ``None`` if the sizes do not fit the ranks."""
     switches: Switches | None
-    """Effective switches; ``None`` if some setting cannot work."""
+    """Effective switches; ``None`` if some setting cannot work or cannot be read."""
     groups: Mapping[str, GroupPlace]
     """Where the groups of each axis lie."""
     num_microbatches: int | None
@@ -285,7 +285,11 @@ def _plan(
         asked.request.sizes, asked.request.switches, world_size, facts
     )
     for finding in findings:
-        found.add(finding)
+        # What follows from an argument that could not be read would only mislead.
+        if not any(f"`{name}`" in finding.relation for name in asked.unread):
+            found.add(finding)
+    if asked.unread:
+        switches = None
     return Run(
         config=asked,
         facts=facts,

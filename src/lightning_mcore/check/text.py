@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from lightning_mcore.check.report import Report, Run
@@ -18,7 +19,9 @@ def format_report(report: Report) -> str:
     """Formats a report, without a newline at the end."""
     blocks = [_versions(report), _machine(report), _topology(report)]
     if report.run is not None:
-        blocks += [_run(report, report.run), _groups(report.run), _pipeline(report.run)]
+        blocks.append(_run(report, report.run))
+        if report.run.switches is not None:
+            blocks += [_groups(report.run), _pipeline(report.run)]
     blocks += [_environment(report), _findings(report)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -49,8 +52,10 @@ def _machine(report: Report) -> list[str]:
     if hardware.driver:
         rows.append(("driver", f"{hardware.driver}, CUDA up to {hardware.cuda or '?'}"))
     if launch.launcher:
-        nodes, ranks = launch.nodes or "?", launch.ranks_per_node or "?"
-        rows.append(("launcher", f"{launch.launcher}: {nodes} nodes x {ranks} ranks"))
+        nodes = _plural(launch.nodes, "node") if launch.nodes else "? nodes"
+        rows.append(
+            ("launcher", f"{launch.launcher}: {nodes} x {launch.ranks_per_node or '?'} ranks")
+        )
     lines = ["this machine", *_table(rows)]
     for note in hardware.notes:
         lines += _wrap("  ", note)
@@ -64,20 +69,23 @@ def _machine(report: Report) -> list[str]:
 
 
 def _topology(report: Report) -> list[str]:
+    """Where no run header tells it."""
+    if report.run is not None and report.run.switches is not None:
+        return []
     topology = report.topology
-    gpus = "processes" if topology.arch == "cpu" else f"{topology.arch.capitalize()} GPUs"
-    text = f"{topology.nodes} nodes x {topology.gpus_per_node} {gpus}"
-    if topology.arch != "cpu":
-        text += f", {topology.gpus_per_nvlink_domain} in an NVLink domain"
-        text += "" if topology.multicast else ", NVLink multicast off"
+    cpu = topology.arch == "cpu"
+    gpus = "processes on CPU" if cpu else f"{topology.arch.capitalize()} GPUs"
+    text = f"{_plural(topology.nodes, 'node')} x {topology.gpus_per_node} {gpus}"
+    if not cpu:
+        text += f", {topology.gpus_per_nvlink_domain} in an NVLink domain ({topology.source})"
     if topology.nodes > 1:
-        text += f", network {topology.network}"
-    return ["machines of the run", *_wrap("  ", f"{text} ({topology.source})")]
+        text += f", joined by {topology.network} network"
+    return ["machines", *_wrap("  ", text)]
 
 
 def _run(report: Report, run: Run) -> list[str]:
     if run.layout is None or run.switches is None:
-        return []
+        return ["the run", "  cannot start as it is configured; see the findings"]
     batch = Batch(
         micro_batch_size=run.config.request.switches.micro_batch_size,
         samples=run.config.batch_size if run.num_microbatches else None,
@@ -95,7 +103,7 @@ def _run(report: Report, run: Run) -> list[str]:
 
 
 def _groups(run: Run) -> list[str]:
-    if run.layout is None or run.world_size == 1:
+    if run.layout is None or run.facts.topology is None or run.facts.topology.arch == "cpu":
         return []
     experts = run.layout.ep > 1
     rows: list[tuple[str, ...]] = [("groups", "ranks in each", "groups", "where")]
@@ -103,7 +111,11 @@ def _groups(run: Run) -> list[str]:
         place = run.groups[axis]
         if place.size > 1 and (experts or axis not in ("ep", "etp", "edp")):
             rows.append((axis, f"{place.size:,}", f"{place.count:,}", place.text))
-    return _table(rows, indent="")
+    return _table(rows, indent="") if len(rows) > 1 else []
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _pipeline(run: Run) -> list[str]:
@@ -153,15 +165,9 @@ def _findings(report: Report) -> list[str]:
     lines = []
     for finding in report.findings:
         lines += _wrap(f"  {finding.severity:<8} ", f"{finding.message} [{finding.code}]")
-    counts = dict.fromkeys(("error", "warning", "info"), 0)
-    for finding in report.findings:
-        counts[finding.severity] += 1
-    nouns = {"error": "error", "warning": "warning", "info": "hint"}
-    told = [
-        f"{count} {nouns[name]}{'' if count == 1 else 's'}"
-        for name, count in counts.items()
-        if count
-    ]
+    counts = Counter(finding.severity for finding in report.findings)
+    nouns = (("error", "error"), ("warning", "warning"), ("info", "hint"))
+    told = [_plural(counts[name], noun) for name, noun in nouns if counts[name]]
     return [f"findings: {', '.join(told) or 'none'}", *lines]
 
 
