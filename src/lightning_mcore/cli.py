@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_mcore.errors import ConfigurationError, MCoreError
 from lightning_mcore.version import __version__
@@ -90,9 +91,11 @@ def _check(asked: argparse.Namespace, overrides: Sequence[str]) -> int:
         network=asked.network,
     )
     try:
-        config = None
+        config: dict[str, Any] | None = None
         if asked.config or overrides or machines != check.Machines():
-            config = check.read_yaml(asked.config)
+            config = {"trainer": {"strategy": "mcore"}}
+            if asked.config:
+                config = check.read_yaml(asked.config)
             check.apply_overrides(config, overrides)
         report = check.make_report(config, machines, os.environ)
     except (check.UsageError, ConfigurationError) as error:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from lightning.pytorch.strategies import StrategyRegistry
@@ -176,7 +177,7 @@ def _read_strategy(value: Any, findings: Findings) -> tuple[Request, frozenset[s
         value = {"class_path": value}
     elif not isinstance(value, dict):
         value = {"class_path": None if value is None else str(value)}
-    cls, given = _strategy_class(value.get("class_path", "mcore"), findings)
+    cls, given, readable = _strategy_class(value.get("class_path", "mcore"), findings)
     inner = value.get("init_args")
     given |= {k: v for k, v in value.items() if k not in ("class_path", "init_args", "dict_kwargs")}
     given |= inner if isinstance(inner, dict) else {}
@@ -186,7 +187,8 @@ def _read_strategy(value: Any, findings: Findings) -> tuple[Request, frozenset[s
         parsed = parser.parse_object({"strategy": arguments}, defaults=False)
         try:
             request: Request = parser.instantiate_classes(parsed)["strategy"]._request
-            return request, frozenset(given.keys() - arguments.keys())
+            unread = given.keys() - arguments.keys()
+            return request, frozenset(unread if readable else {*unread, "strategy"})
         except ConfigurationError as error:
             culprits = _named_in(str(error), arguments)
             if not any(f"`{name}`" in str(error) for name in given.keys() - arguments.keys()):
@@ -222,12 +224,14 @@ def _parser(cls: type[MCoreStrategy]) -> Any:
     return parser
 
 
-def _strategy_class(path: Any, findings: Findings) -> tuple[type[MCoreStrategy], dict[str, Any]]:
-    """The class and the arguments that its registered name implies."""
+def _strategy_class(
+    path: Any, findings: Findings
+) -> tuple[type[MCoreStrategy], dict[str, Any], bool]:
+    """The class, the arguments that its registered name implies, and whether it was found."""
     if path in StrategyRegistry:
         entry = StrategyRegistry[path]
         if issubclass(entry["strategy"], MCoreStrategy):
-            return entry["strategy"], dict(entry["init_params"])
+            return entry["strategy"], dict(entry["init_params"]), True
     elif isinstance(path, str) and "." in path:
         module, _, name = path.rpartition(".")
         try:
@@ -237,12 +241,12 @@ def _strategy_class(path: Any, findings: Findings) -> tuple[type[MCoreStrategy],
                 f"`trainer.strategy` ({path}) cannot be imported ({type(error).__name__}: {error})"
             )
             _note(findings, "config-strategy", relation, "correct class_path, or set PYTHONPATH")
-            return MCoreStrategy, {}
+            return MCoreStrategy, {}, False
         if inspect.isclass(found) and issubclass(found, MCoreStrategy):
-            return found, {}
+            return found, {}, True
     relation = f"`trainer.strategy` ({path}) is not an MCoreStrategy"
     _note(findings, "config-strategy", relation, "use class_path: lightning_mcore.MCoreStrategy")
-    return MCoreStrategy, {}
+    return MCoreStrategy, {}, False
 
 
 def _readable(
@@ -264,13 +268,21 @@ def _readable(
         try:
             parser.parse_object({"strategy": {name: value}}, defaults=False)
         except Exception:
-            kind = str(hints.get(name, "another type")).replace("typing.", "")
-            kind = kind.removeprefix("<class '").removesuffix("'>")
+            kind = _words(hints[name]) if name in hints else "what it must be"
             relation = f"`{name}` ({value!r}) cannot be read as {kind}"
             _note(findings, "config-argument", relation, "correct the value", **{name: value})
             continue
         found[name] = value
     return found
+
+
+def _words(hint: Any) -> str:
+    """A type as it is written in a signature."""
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(_words(part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " | ".join(repr(value) for value in get_args(hint))
+    return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
 
 
 def _devices(value: Any, findings: Findings) -> int | None:

@@ -49,14 +49,12 @@ def _machine(report: Report) -> list[str]:
         hidden = "" if gpu.index in hardware.visible else "hidden by CUDA_VISIBLE_DEVICES"
         name = f"compute capability {capability}"
         rows.append((f"GPU {gpu.index}", gpu.name, memory, name, links, hidden))
+    lines = ["this machine", *_table(rows)]
     if hardware.driver:
-        rows.append(("driver", f"{hardware.driver}, CUDA up to {hardware.cuda or '?'}"))
+        lines.append(f"  driver {hardware.driver}, CUDA up to {hardware.cuda or '?'}")
     if launch.launcher:
         nodes = _plural(launch.nodes, "node") if launch.nodes else "? nodes"
-        rows.append(
-            ("launcher", f"{launch.launcher}: {nodes} x {launch.ranks_per_node or '?'} ranks")
-        )
-    lines = ["this machine", *_table(rows)]
+        lines.append(f"  {launch.launcher}: {nodes} x {launch.ranks_per_node or '?'} ranks")
     for note in hardware.notes:
         lines += _wrap("  ", note)
     kinds = {kind for row in hardware.links for kind in row} - {"self"}
