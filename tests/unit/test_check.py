@@ -359,7 +359,7 @@ def test_gpus_of_this_machine():
     assert found.run.world_size == 8
     assert found.run.groups["tp"].reach == "nvlink"
     text = check.format_report(found)
-    assert "GPU 7   NVIDIA H200  140 GiB  compute capability 9.0  18 NVLinks" in text
+    assert "GPU 7  NVIDIA H200  140 GiB  compute capability 9.0  18 NVLinks" in text
     assert "NVLink between all GPUs" in text
     assert "driver" in text
     json.dumps(found.as_dict())

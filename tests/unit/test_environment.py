@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_mcore.environment import CONNECTIONS, Uses, plan_environment, shown
+from lightning_mcore.environment import CONNECTIONS, Uses, in_words, plan_environment, shown
 
 DOCS = Path(__file__).parents[2] / "docs" / "environment.md"
 
@@ -202,6 +202,41 @@ def test_which_variables_are_shown():
         "PATH": "/bin",
     }
     assert sorted(shown(environ)) == sorted(environ.keys() - {"AWS_SECRET_ACCESS_KEY", "PATH"})
+
+
+@pytest.mark.parametrize(
+    ("uses", "environ", "text"),
+    [
+        (HOPPER, {}, "CUDA_DEVICE_MAX_CONNECTIONS unset"),
+        (TP, {CONNECTIONS: "1"}, "CUDA_DEVICE_MAX_CONNECTIONS 1"),
+        (
+            replace(HOPPER, dispatcher="deepep"),
+            {},
+            "CUDA_DEVICE_MAX_CONNECTIONS unset; CUDA_DEVICE_MAX_CONNECTIONS should be 32 from"
+            " before the start: deepep runs on streams of its own",
+        ),
+        (
+            DP,
+            {CONNECTIONS: "1"},
+            "CUDA_DEVICE_MAX_CONNECTIONS 1; `CUDA_DEVICE_MAX_CONNECTIONS` (1) makes the overlap of"
+            " data-parallel communication depend on the order of launches, and may hide nothing of"
+            " it; unset it",
+        ),
+        (
+            HOPPER,
+            {"NCCL_NVLS_ENABLE": "0", "UB_SKIPMC": "1", "NCCL_DEBUG": "INFO"},
+            "CUDA_DEVICE_MAX_CONNECTIONS unset; UB_SKIPMC 1",
+        ),
+    ],
+)
+def test_the_header_says_what_is_in_effect(uses, environ, text):
+    assert in_words(plan_environment(uses, environ), environ) == text
+
+
+def test_a_stated_topology_wins_over_the_variable():
+    stated = plan_environment(replace(HOPPER, multicast=False), {"NCCL_NVLS_ENABLE": "1"})
+    assert stated.variable("NCCL_NVLS_ENABLE").current == "1"
+    assert stated.to_set == {"UB_SKIPMC": "1"}
 
 
 def test_every_rule_is_documented():

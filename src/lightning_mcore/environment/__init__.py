@@ -32,6 +32,7 @@ __all__ = [
     "EnvironmentPlan",
     "Uses",
     "Variable",
+    "in_words",
     "plan_environment",
     "shown",
     "uses_of",
@@ -75,9 +76,10 @@ def plan_environment(uses: Uses, environ: Mapping[str, str]) -> EnvironmentPlan:
     if connections is not None:
         want(CONNECTIONS, *connections)
     check_connections(uses, found)
-    if is_off(environ, "NCCL_NVLS_ENABLE") or not uses.multicast:
+    off = is_off(environ, "NCCL_NVLS_ENABLE")
+    if off or not uses.multicast:
         reason = "NVLink multicast is off (NCCL_NVLS_ENABLE=0)"
-        if not uses.multicast and "NCCL_NVLS_ENABLE" not in environ:
+        if not off:
             reason = "the topology states that NVLink multicast is off"
             want("NCCL_NVLS_ENABLE", "0", reason)
         want("UB_SKIPMC", "1", f"{reason}, and userbuffers would create it")
@@ -87,3 +89,18 @@ def plan_environment(uses: Uses, environ: Mapping[str, str]) -> EnvironmentPlan:
     check_single(uses, found)
     check_missing(uses, found)
     return EnvironmentPlan(wanted=tuple(wanted), findings=tuple(found.all.sorted()))
+
+
+def in_words(plan: EnvironmentPlan, environ: Mapping[str, str]) -> str:
+    """What the run header says of an environment that cannot be changed any more."""
+    parts = [f"{CONNECTIONS} {environ.get(CONNECTIONS, 'unset')}"]
+    for variable in plan.wanted:
+        if variable.unset:
+            parts.append(
+                f"{variable.name} should be {variable.value} from before the start:"
+                f" {variable.reason}"
+            )
+        elif variable.name != CONNECTIONS:
+            parts.append(f"{variable.name} {variable.current}")
+    parts += [f.message.removesuffix(".") for f in plan.findings if f.severity != "info"]
+    return "; ".join(parts)
