@@ -57,11 +57,11 @@ class _Launcher(_SubprocessScriptLauncher):
         try:
             super()._call_children_scripts()
         finally:
-            late = sorted(missing.keys() & _READ_AT_CUDA_START)
-            if torch.cuda.is_initialized():
-                for name in late:
-                    del os.environ[name]
-        if late and torch.cuda.is_initialized():
+            started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            late = sorted(missing.keys() & _READ_AT_CUDA_START) if started else []
+            for name in late:
+                del os.environ[name]
+        if late:
             rank_zero_warn(
                 f"{', '.join(f'{name}={missing[name]}' for name in late)} comes too late for rank"
                 " zero, where CUDA has started already, and is set for the other ranks only; export"

@@ -113,7 +113,7 @@ class LoopStrategy(CheckpointStrategy):
 
     @override
     def _launch_variables(self) -> Mapping[str, str]:
-        """What the settings want set before CUDA starts; settings that cannot work start nothing."""
+        """What the settings want set before CUDA starts; on GPUs bad settings start nothing."""
         if self.root_device.type == "cpu":
             return {}
         return self._resolve(rank=0)[2].to_set

@@ -21,11 +21,10 @@ from torchmetrics import Metric
 from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
-from lightning_mcore.environment import in_words, plan_environment, uses_of
+from lightning_mcore.environment import environment_text
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
-from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
 from lightning_mcore.metrics import set_batch_value
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
@@ -333,14 +332,6 @@ class ModelRun:
                 **settings,
             )
         return loss
-
-
-def environment_text(layout: Layout, switches: Switches, facts: Facts) -> str | None:
-    """What environment variables do to a run on GPUs; ``None`` on CPU."""
-    if not facts.on_gpu or facts.topology is None:
-        return None
-    plan = plan_environment(uses_of(layout, switches, facts, facts.topology), facts.environment)
-    return in_words(plan, facts.environment)
 
 
 def wrap_chunks(

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,7 +119,7 @@ def _read(environ: Mapping[str, str], nvml: Any) -> Hardware:
     driver = _try(nvml.nvmlSystemGetDriverVersion)
     number = _try(nvml.nvmlSystemGetCudaDriverVersion)
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    uuids = [_as_str(_try(lambda h=handle: nvml.nvmlDeviceGetUUID(h), "")) for handle in handles]
+    uuids = [_as_str(_try(partial(nvml.nvmlDeviceGetUUID, handle), "")) for handle in handles]
     visible, note = _visible(environ.get("CUDA_VISIBLE_DEVICES"), uuids)
     notes += note
     if not handles:
@@ -167,7 +168,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
         memory_bytes=None if memory is None else int(memory),
         nvlinks=sum(
             # Links that the GPU does not have are errors, not zeros.
-            _try(lambda k=link: nvml.nvmlDeviceGetNvLinkState(handle, k), 0) == 1
+            _try(partial(nvml.nvmlDeviceGetNvLinkState, handle, link), 0) == 1
             for link in range(nvml.NVML_NVLINK_MAX_LINKS)
         ),
         clique=_try(lambda: _clique(nvml, handle)),

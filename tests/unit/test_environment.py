@@ -4,8 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_mcore import MCoreStrategy, topology_probe
 from lightning_mcore.environment import CONNECTIONS, Uses, in_words, plan_environment, shown
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.topology import Topology
+from lightning_mcore.topology_probe import Hardware, read_hardware
+from tests.unit.nvml import FakeNvml
 
 DOCS = Path(__file__).parents[2] / "docs" / "environment.md"
 
@@ -237,6 +244,49 @@ def test_a_stated_topology_wins_over_the_variable():
     stated = plan_environment(replace(HOPPER, multicast=False), {"NCCL_NVLS_ENABLE": "1"})
     assert stated.variable("NCCL_NVLS_ENABLE").current == "1"
     assert stated.to_set == {"UB_SKIPMC": "1"}
+
+
+@pytest.fixture
+def launching(monkeypatch):
+    """A strategy on 8 GPUs that is about to start processes, and what it would set for them."""
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+
+    def launching(device="cuda", **arguments):
+        topology = Topology(arch="hopper", gpus_per_node=8)
+        strategy = MCoreStrategy(**{"topology": topology, **arguments})
+        strategy.parallel_devices = [torch.device(device, index) for index in range(8)]
+        strategy.cluster_environment = LightningEnvironment()
+        return strategy._launch_variables()
+
+    return launching
+
+
+def test_what_lightnings_launcher_is_told(launching, monkeypatch):
+    assert launching(tp=8) == {CONNECTIONS: "1"}
+    assert launching() == {}
+    assert launching(tp=8, topology=Topology(arch="blackwell")) == {CONNECTIONS: "32"}
+    assert launching("cpu", tp=8) == {}
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert launching() == {"UB_SKIPMC": "1"}
+    monkeypatch.setenv(CONNECTIONS, "8")
+    assert launching(tp=8) == {"UB_SKIPMC": "1"}
+
+
+def test_settings_that_cannot_work_start_no_process(launching):
+    with pytest.raises(
+        ConfigurationError, match=r"`world_size` \(8\) must be a multiple of `tp` \(3"
+    ):
+        launching(tp=3)
+
+
+def test_gpus_that_nvml_does_not_tell_about(launching, monkeypatch):
+    monkeypatch.setattr(topology_probe, "read_hardware", lambda environ: Hardware(notes=("no",)))
+    assert launching(tp=8, topology=None) == {}, "nothing is known, so nothing is set"
+    monkeypatch.setattr(
+        topology_probe, "read_hardware", lambda environ: read_hardware({}, FakeNvml())
+    )
+    assert launching(tp=8, topology=None) == {CONNECTIONS: "1"}
 
 
 def test_every_rule_is_documented():

@@ -67,7 +67,8 @@ def versions() -> dict[str, str]:
 def nccl_version() -> str | None:
     """The NCCL that torch was built with; ``None`` in a build without CUDA."""
     try:
-        return ".".join(str(number) for number in torch.cuda.nccl.version())
+        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return ".".join(str(number) for number in numbers)
     except (AttributeError, RuntimeError):
         return None
 

@@ -24,7 +24,7 @@ from lightning_mcore.environment import (
 )
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Finding, Findings
-from lightning_mcore.layout import Layout
+from lightning_mcore.layout import Axis, Layout
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.switches import Facts, Switches, check_settings
 from lightning_mcore.topology import Arch, GroupPlace, Network, Topology, place_groups
@@ -42,7 +42,7 @@ SCHEMA = 1
 """Version of the JSON form; grows when a key changes its meaning or goes."""
 
 _DOCS = "docs/check.md#findings"
-_AXES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")
+_SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Run:
     """As rank 0 has it; ``None`` if the sizes do not fit the ranks."""
     switches: Switches | None
     """Effective switches; ``None`` if some setting cannot work or cannot be read."""
-    groups: Mapping[str, GroupPlace]
+    groups: Mapping[Axis, GroupPlace]
     """Where the groups of each axis lie."""
     num_microbatches: int | None
     """Microbatches in a batch of ``data.batch_size`` samples; ``None`` if that is not known."""
@@ -296,7 +296,7 @@ def _plan(
         world_size=world_size,
         layout=layout,
         switches=switches,
-        groups={} if layout is None else dict(place_groups(layout, topology)),
+        groups={} if layout is None else place_groups(layout, topology),
         num_microbatches=None if layout is None else _microbatches(asked, layout, found),
     )
 
@@ -331,7 +331,7 @@ def _run_as_dict(run: Run) -> dict[str, Any]:
     return {
         "world_size": run.world_size,
         "precision": run.facts.precision,
-        "layout": None if layout is None else {name: getattr(layout, name) for name in _AXES},
+        "layout": None if layout is None else {name: getattr(layout, name) for name in _SIZES},
         "micro_batch_size": run.config.request.switches.micro_batch_size,
         "batch_size": run.config.batch_size,
         "accumulate_grad_batches": run.config.accumulate_grad_batches,

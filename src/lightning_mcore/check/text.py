@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 from lightning_mcore.check.report import Report, Run
 from lightning_mcore.environment import CONNECTIONS
 from lightning_mcore.header import WIDTH, Batch, format_header
+from lightning_mcore.layout import Axis
 
 __all__ = ["format_report"]
 
-_SHOWN_AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
+_SHOWN_AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 
 
 def format_report(report: Report) -> str:
@@ -163,7 +164,7 @@ def _findings(report: Report) -> list[str]:
     lines = []
     for finding in report.findings:
         lines += _wrap(f"  {finding.severity:<8} ", f"{finding.message} [{finding.code}]")
-    counts = Counter(finding.severity for finding in report.findings)
+    counts = Counter[str](finding.severity for finding in report.findings)
     nouns = (("error", "error"), ("warning", "warning"), ("info", "hint"))
     told = [_plural(counts[name], noun) for name, noun in nouns if counts[name]]
     return [f"findings: {', '.join(told) or 'none'}", *lines]
@@ -171,9 +172,9 @@ def _findings(report: Report) -> list[str]:
 
 def _table(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
     """Aligns columns; the last one is folded."""
-    rows = [tuple(row) for row in rows]
-    count = max((len(row) for row in rows), default=0)
-    padded = [row + ("",) * (count - len(row)) for row in rows]
+    cells = [tuple(row) for row in rows]
+    count = max((len(row) for row in cells), default=0)
+    padded = [row + ("",) * (count - len(row)) for row in cells]
     widths = [max(len(row[i]) for row in padded) for i in range(count - 1)]
     lines = []
     for row in padded:

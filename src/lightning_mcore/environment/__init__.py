@@ -26,12 +26,15 @@ from lightning_mcore.environment.values import (
     Uses,
     Variable,
 )
+from lightning_mcore.layout import Layout
+from lightning_mcore.switches import Facts, Switches
 
 __all__ = [
     "CONNECTIONS",
     "EnvironmentPlan",
     "Uses",
     "Variable",
+    "environment_text",
     "in_words",
     "plan_environment",
     "shown",
@@ -104,3 +107,11 @@ def in_words(plan: EnvironmentPlan, environ: Mapping[str, str]) -> str:
             parts.append(f"{variable.name} {variable.current}")
     parts += [f.message.removesuffix(".") for f in plan.findings if f.severity != "info"]
     return "; ".join(parts)
+
+
+def environment_text(layout: Layout, switches: Switches, facts: Facts) -> str | None:
+    """The run header's row on the environment; ``None`` on CPU, or where GPUs are unknown."""
+    if not facts.on_gpu or facts.topology is None:
+        return None
+    plan = plan_environment(uses_of(layout, switches, facts, facts.topology), facts.environment)
+    return in_words(plan, facts.environment)
