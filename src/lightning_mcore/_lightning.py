@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -27,13 +28,66 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torchmetrics import Metric
 
 
-def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """The launcher that re-runs the script once per local rank, as DDPStrategy uses it."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+class _Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher, with variables for the processes of the run."""
+
+    def __init__(
+        self,
+        environment: Any,
+        num_processes: int,
+        num_nodes: int,
+        variables: Callable[[], Mapping[str, str]],
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._variables = variables
+
+    def _call_children_scripts(self) -> None:
+        """Starts ranks with the variables, which this process, rank zero of the node, gets too.
+
+        Children inherit ``os.environ``, where Lightning's own method leaves MASTER_ADDR and others.
+        What CUDA reads at its start is not set here once it has started: it would not count, and
+        whoever reads the variable later would be told otherwise.
+        """
+        missing = {k: v for k, v in self._variables().items() if k not in os.environ}
+        os.environ.update(missing)
+        try:
+            super()._call_children_scripts()
+        finally:
+            started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            late = sorted(missing.keys() & _READ_AT_CUDA_START) if started else []
+            for name in late:
+                del os.environ[name]
+        if late:
+            rank_zero_warn(
+                f"{', '.join(f'{name}={missing[name]}' for name in late)} comes too late for rank"
+                " zero, where CUDA has started already, and is set for the other ranks only; export"
+                " it before the start, or use CUDA only after trainer.fit has begun."
+            )
+
+
+_READ_AT_CUDA_START = {"CUDA_DEVICE_MAX_CONNECTIONS"}
+
+
+def subprocess_launcher(
+    environment: Any,
+    num_processes: int,
+    num_nodes: int,
+    variables: Callable[[], Mapping[str, str]] = dict,
+) -> Any:
+    """The launcher that re-runs the script once per local rank, as DDPStrategy uses it.
+
+    Args:
+        environment: Lightning's cluster environment.
+        num_processes: Ranks on this node.
+        num_nodes: Nodes.
+        variables: What to add to the ranks' environment where it is unset; asked when processes are
+            about to start.
+    """
+    return _Launcher(environment, num_processes, num_nodes, variables)
 
 
 def limit_threads(num_processes: int) -> None:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lightning_mcore.errors import ConfigurationError, MCoreError
 from lightning_mcore.version import __version__
@@ -36,10 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        Exit code: 0, 1 if a checkpoint cannot be used, 2 for wrong arguments.
+        Exit code: 0, 1 if a checkpoint cannot be used or ``check`` found an error, 2 for wrong
+        arguments.
     """
     parser = _parser()
-    asked = parser.parse_args(arguments)
+    asked, others = parser.parse_known_args(arguments)
+    if asked.command == "check":
+        return _check(asked, others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         print(_run(asked))
     except MCoreError as error:
@@ -70,6 +79,32 @@ def _run(asked: argparse.Namespace) -> str:
     )
 
 
+def _check(asked: argparse.Namespace, overrides: Sequence[str]) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lightning_mcore import check
+    machines = check.Machines(
+        devices=asked.devices,
+        num_nodes=asked.num_nodes,
+        gpus_per_nvlink_domain=asked.gpus_per_nvlink_domain,
+        arch=asked.arch,
+        network=asked.network,
+    )
+    try:
+        config: dict[str, Any] | None = None
+        if asked.config or overrides or machines != check.Machines():
+            config = {"trainer": {"strategy": "mcore"}}
+            if asked.config:
+                config = check.read_yaml(asked.config)
+            check.apply_overrides(config, overrides)
+        report = check.make_report(config, machines, os.environ)
+    except (check.UsageError, ConfigurationError) as error:
+        print(f"lightning-mcore check: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_dict(), indent=2) if asked.json else check.format_report(report))
+    return report.exit_code
+
+
 def _hugging_face() -> str:
     try:
         found = importlib.util.find_spec(_BRIDGE) is not None
@@ -90,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lightning-mcore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    _add_check(commands)
 
     inspect = commands.add_parser("inspect", help="say what a checkpoint holds; check its files")
     inspect.add_argument("checkpoint", metavar="NAME.ckpt")
@@ -133,3 +170,49 @@ def _parser() -> argparse.ArgumentParser:
         bridge = commands.add_parser(name, help=f"how to convert {text} Hugging Face")
         bridge.add_argument("paths", nargs="*", help=argparse.SUPPRESS)
     return parser
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="say what a configuration would run here or elsewhere, and what is wrong with it",
+        description="Shows versions, GPUs and their links, environment variables and, with a"
+        " configuration, the layout, the effective switches and findings. Starts nothing.",
+        epilog="Settings of the configuration can be overridden as in a LightningCLI script:"
+        " --trainer.strategy.init_args.tp 8. Exit code: 0 without errors, 1 with an error among the"
+        " findings, 2 for wrong arguments.",
+    )
+    check.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="YAML",
+        help="configuration of a LightningCLI script; a later one is merged over earlier ones",
+    )
+    check.add_argument("--devices", type=_count, metavar="N", help="ranks on each node")
+    check.add_argument("--num-nodes", type=_count, metavar="N", help="nodes")
+    check.add_argument(
+        "--arch",
+        choices=("cpu", "ampere", "hopper", "blackwell"),
+        help="plan for GPUs of this generation, whatever is in this machine",
+    )
+    check.add_argument(
+        "--gpus-per-nvlink-domain",
+        type=_count,
+        metavar="N",
+        help="plan for GPUs of which N reach each other through NVLink",
+    )
+    check.add_argument(
+        "--network",
+        choices=("infiniband", "ethernet", "none", "unknown"),
+        help="what joins the nodes; infiniband stands for RoCE too",
+    )
+    check.add_argument("--json", action="store_true", help="print JSON (docs/check.md)")
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return number

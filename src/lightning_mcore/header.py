@@ -67,7 +67,7 @@ def format_header(
     num_parameters: int | None = None,
     num_parameters_per_rank: int | None = None,
     differences: Sequence[Difference] = (),
-    max_connections: str | None = None,
+    environment: str | None = None,
     findings: Sequence[Finding] = (),
 ) -> str:
     """Formats the header, at most 100 columns wide, without a newline at the end.
@@ -81,7 +81,7 @@ def format_header(
         num_parameters: Parameters (elements) of the whole model, each counted once.
         num_parameters_per_rank: The most parameters (elements) that any rank holds.
         differences: Where engine configs differ from the dictionaries that the user passed.
-        max_connections: ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if unset; shown on GPUs.
+        environment: What environment variables do to the run, ``None`` where they do nothing.
         findings: What is to be said about the settings; warnings are shown, as candidates are in
             the table.
     """
@@ -98,8 +98,8 @@ def format_header(
             else f", at most {num_parameters_per_rank:,} on a rank"
         )
         lines += _row("parameters", f"{num_parameters:,}{per_rank}")
-    if facts.on_gpu:
-        lines += _row("environment", _connections_text(max_connections, layout, facts, switches))
+    if environment is not None:
+        lines += _row("environment", environment)
     lines += _switch_table(switches)
     for finding in findings:
         if finding.severity == "warning":
@@ -195,19 +195,6 @@ def _precision_text(facts: Facts, switches: Switches) -> str:
         f"{facts.precision}: {params} parameters, gradients reduced in {reduced}, optimizer updates"
         f" {updated}"
     )
-
-
-def _connections_text(value: str | None, layout: Layout, facts: Facts, switches: Switches) -> str:
-    """CUDA reads the variable once, at its start, so advice is all that can be given here."""
-    text = f"CUDA_DEVICE_MAX_CONNECTIONS {'unset' if value is None else value}"
-    if layout.tp > 1 and not facts.native_model and value != "1":
-        return (
-            f"{text}; with tp > 1, GPUs before Blackwell overlap tensor-parallel communication"
-            " reliably only with 1, set before the launch"
-        )
-    if layout.tp == 1 and value == "1" and switches.overlap_grad_reduce.effective:
-        return f"{text}; may keep overlap_grad_reduce from hiding anything, unset it if tp = 1"
-    return text
 
 
 def _switch_table(switches: Switches) -> list[str]:

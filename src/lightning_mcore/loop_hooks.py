@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
+from lightning_mcore.environment import EnvironmentPlan
 from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import agreeing_loader
@@ -79,13 +81,7 @@ class LoopStrategy(CheckpointStrategy):
         self.set_world_ranks()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer, self.lightning_module)
-        dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
-        self._layout, self._switches = resolve_before_groups(
-            self._request,
-            self._request.facts(self.precision_plugin, self.root_device, dims=dims),
-            world_size=self.world_size,
-            rank=self.global_rank,
-        )
+        self._layout, self._switches, _ = self._resolve(self.global_rank)
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()
@@ -96,6 +92,31 @@ class LoopStrategy(CheckpointStrategy):
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
         )
+
+    def _resolve(self, rank: int) -> tuple[Layout, Switches, EnvironmentPlan]:
+        """Layout, switches and environment, from what is known before processes are started.
+
+        Raises:
+            ConfigurationError: On every rank alike.
+        """
+        dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
+        device = self.root_device
+        self._request = self._request.on_machines(
+            device, os.environ, nodes=self.num_nodes, ranks_per_node=self.num_processes
+        )
+        return resolve_before_groups(
+            self._request,
+            self._request.facts(self.precision_plugin, device, dims=dims),
+            world_size=self.num_nodes * self.num_processes,
+            rank=rank,
+        )
+
+    @override
+    def _launch_variables(self) -> Mapping[str, str]:
+        """What the settings want set before CUDA starts; on GPUs bad settings start nothing."""
+        if self.root_device.type == "cpu":
+            return {}
+        return self._resolve(rank=0)[2].to_set
 
     @override
     def _engine_context(self) -> AbstractContextManager[Any]:

@@ -32,6 +32,7 @@ from lightning_mcore.engine_fields import (
     model_fields,
     optimizer_fields,
 )
+from lightning_mcore.environment import EnvironmentPlan, plan_environment, uses_of
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.findings import raise_errors
 from lightning_mcore.layout import Layout, resolve_layout
@@ -50,6 +51,7 @@ from lightning_mcore.switches import (
     with_picked_vpp,
 )
 from lightning_mcore.topology import Topology
+from lightning_mcore.topology_probe import probe_topology
 from lightning_mcore.version import installed_version
 
 # WeightAveraging came with Lightning 2.6.
@@ -81,6 +83,27 @@ class Request:
         check_ddp_fields(ddp)
         check_optimizer_fields(optimizer)
         engine.check_field_names(ddp=ddp, optimizer=optimizer)
+
+    def on_machines(
+        self,
+        device: torch.device,
+        environ: Mapping[str, str],
+        *,
+        nodes: int,
+        ranks_per_node: int,
+    ) -> Request:
+        """With the topology that a probe finds, unless the user has stated one or runs on CPU.
+
+        Every node is taken to be like this one, so that all ranks decide alike.
+        """
+        stated = self.topology is not None and self.topology.source == "stated"
+        if stated or device.type == "cpu":
+            return self
+        found = probe_topology(environ, nodes=nodes, ranks_per_node=ranks_per_node)
+        if found.arch == "cpu":
+            # There are GPUs, since the run is on one, but NVML does not tell about them.
+            return dataclasses.replace(self, topology=None)
+        return dataclasses.replace(self, topology=found)
 
     def facts(
         self,
@@ -181,8 +204,12 @@ def _check_callbacks(found: Sequence[object]) -> None:
 
 def resolve_before_groups(
     request: Request, facts: Facts, *, world_size: int, rank: int
-) -> tuple[Layout, Switches]:
+) -> tuple[Layout, Switches, EnvironmentPlan]:
     """Validates everything that is known before process groups exist.
+
+    Returns:
+        Layout, switches, and what they want of the environment: nothing on CPU, or on GPUs of which
+        nothing is known.
 
     Raises:
         ConfigurationError: With all errors at once, on every rank alike.
@@ -190,7 +217,13 @@ def resolve_before_groups(
     sizes = with_picked_vpp(request.sizes, request.switches, facts.dims)
     layout = resolve_layout(sizes, world_size, rank)
     raise_errors(validate(request.switches, layout, facts))
-    return layout, resolve_switches(request.switches, layout, facts)
+    switches = resolve_switches(request.switches, layout, facts)
+    if facts.topology is None:
+        return layout, switches, EnvironmentPlan(wanted=(), findings=())
+    uses = uses_of(layout, switches, facts, facts.topology)
+    environment = plan_environment(uses, facts.environment)
+    raise_errors(environment.findings)
+    return layout, switches, environment
 
 
 def fields_for_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,8 +71,15 @@ class LayoutStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _lightning.subprocess_launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                self._launch_variables,
             )
+
+    def _launch_variables(self) -> Mapping[str, str]:
+        """Environment variables for the processes that Lightning starts, where they are unset."""
+        return {}
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment this process's place (called by Lightning)."""

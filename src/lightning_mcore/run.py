@@ -7,7 +7,6 @@ Every rank of the world calls every method.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from torchmetrics import Metric
 from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
+from lightning_mcore.environment import environment_text
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
@@ -290,7 +290,7 @@ class ModelRun:
             ),
             num_parameters=total,
             num_parameters_per_rank=per_rank,
-            max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+            environment=environment_text(self.state.layout, self.switches, facts),
             findings=self.findings,
         )
 

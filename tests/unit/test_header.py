@@ -219,29 +219,10 @@ def test_parameters_row(counts: dict[str, int], text: str | None) -> None:
     assert _rows(_header(1, {}, CPU, **counts)).get("parameters") == text
 
 
-@pytest.mark.parametrize(
-    ("sizes", "value", "text"),
-    [
-        ({"tp": 2}, "1", "CUDA_DEVICE_MAX_CONNECTIONS 1"),
-        (
-            {"tp": 2},
-            None,
-            "CUDA_DEVICE_MAX_CONNECTIONS unset; with tp > 1, GPUs before Blackwell overlap"
-            " tensor-parallel communication reliably only with 1, set before the launch",
-        ),
-        ({}, None, "CUDA_DEVICE_MAX_CONNECTIONS unset"),
-        ({}, "32", "CUDA_DEVICE_MAX_CONNECTIONS 32"),
-        (
-            {},
-            "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS 1; may keep overlap_grad_reduce from hiding anything,"
-            " unset it if tp = 1",
-        ),
-    ],
-)
-def test_environment_row_on_gpus(sizes: dict[str, Any], value: str | None, text: str) -> None:
-    assert _rows(_header(2, sizes, GPU, max_connections=value))["environment"] == text
-    assert "environment" not in _rows(_header(2, sizes, CPU, max_connections=value))
+def test_environment_row() -> None:
+    text = "CUDA_DEVICE_MAX_CONNECTIONS 1"
+    assert _rows(_header(2, {}, GPU, environment=text))["environment"] == text
+    assert "environment" not in _rows(_header(2, {}, GPU))
 
 
 def test_differences_are_listed_as_given_and_effective() -> None:

@@ -1,6 +1,7 @@
 """Private names of Lightning that this package uses; each test fails when its name has moved."""
 
 import inspect
+import os
 import sys
 
 import lightning as L
@@ -12,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -23,6 +25,56 @@ def test_subprocess_launcher():
     launcher = _lightning.subprocess_launcher(LightningEnvironment(), 2, 1)
     assert isinstance(launcher, _SubprocessScriptLauncher)
     assert (launcher.num_processes, launcher.num_nodes) == (2, 1)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Environments of the processes that the launcher starts, which are not started."""
+    seen = []
+    monkeypatch.setattr(
+        subprocess_script.subprocess, "Popen", lambda command, env, cwd: seen.append(dict(env))
+    )
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # what Lightning sets, to be undone
+        monkeypatch.delenv(name)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "UB_SKIPMC"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return seen
+
+
+WANTED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
+
+
+def start_ranks():
+    launcher = _lightning.subprocess_launcher(LightningEnvironment(), 3, 1, lambda: WANTED)
+    launcher._call_children_scripts()
+
+
+def values(environ):
+    return {name: environ.get(name) for name in WANTED}
+
+
+def test_launched_ranks_get_the_variables(started):
+    start_ranks()
+    assert [values(environ) for environ in started] == [WANTED, WANTED]
+    assert values(os.environ) == WANTED, "this process is rank zero"
+
+
+def test_a_variable_of_the_users_own_wins(started, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    start_ranks()
+    mine = {**WANTED, "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert [values(environ) for environ in started] == [mine, mine]
+    assert values(os.environ) == mine
+
+
+def test_what_cuda_would_not_read_any_more_is_not_pretended(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 comes too late for rank"):
+        start_ranks()
+    assert [values(environ) for environ in started] == [WANTED, WANTED]
+    assert values(os.environ) == {"CUDA_DEVICE_MAX_CONNECTIONS": None, "UB_SKIPMC": "1"}
 
 
 def test_world_is_initialized():

@@ -22,7 +22,9 @@ LAYERS = [
     {"config"},
     {"layout"},
     {"topology"},
+    {"topology_probe"},
     {"switches"},
+    {"environment"},
     {"header", "engine_fields"},
     {"_mcore"},
     {"parallel_state"},
@@ -42,6 +44,7 @@ LAYERS = [
     {"checkpoint_hooks"},
     {"loop_hooks"},
     {"strategy"},
+    {"check"},
     {"callbacks", "testing", "cli"},
     {"__main__"},
     {""},  # the package's own __init__

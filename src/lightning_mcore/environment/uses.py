@@ -1,0 +1,35 @@
+"""From resolved settings to what environment variables bear upon."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from lightning_mcore.environment.values import Uses
+from lightning_mcore.layout import Layout
+from lightning_mcore.switches import Facts, Switches
+from lightning_mcore.topology import Topology
+
+__all__ = ["uses_of"]
+
+
+def uses_of(layout: Layout, switches: Switches, facts: Facts, topology: Topology) -> Uses:
+    """What a run with these settings does on these machines."""
+    # By name: families of switches that this version does not have are off.
+    effective = {row.name: getattr(switches, row.name).effective for row in fields(switches)}
+    return Uses(
+        arch=topology.arch if facts.on_gpu else "cpu",
+        nodes=topology.nodes,
+        world_size=layout.world_size,
+        splits_layers=(layout.tp > 1 or layout.cp > 1) and not facts.native_model,
+        overlaps_data_parallel=bool(
+            effective["overlap_grad_reduce"] or effective["overlap_param_gather"]
+        ),
+        overlaps_experts=bool(effective.get("overlap_moe")),
+        dispatcher=str(effective.get("moe_dispatcher") or ""),
+        userbuffers=bool(effective.get("tp_comm_overlap")),
+        fsdp=bool(effective.get("fsdp")),
+        nccl_ub=bool(effective.get("nccl_ub")),
+        has_te=facts.te_version is not None,
+        multicast=facts.multicast and topology.multicast,
+        torch_version=facts.torch_version,
+    )
