@@ -90,6 +90,14 @@ class Layout:
 
     def group_ranks(self, axis: Axis) -> tuple[int, ...]:
         """Global ranks of this rank's group along ``axis``, ascending; no collective is needed."""
+        return self._group_of(self.rank, axis)
+
+    def all_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of every group along ``axis`` in the whole world, by first rank."""
+        groups = (self._group_of(rank, axis) for rank in range(self.world_size))
+        return tuple(dict.fromkeys(groups))
+
+    def _group_of(self, rank: int, axis: Axis) -> tuple[int, ...]:
         size, stride = {
             "tp": (self.tp, 1),
             "cp": (self.cp, self.tp),
@@ -100,7 +108,7 @@ class Layout:
             "ep": (self.ep, self.etp),
             "edp": (self.edp, self.etp * self.ep),
         }[axis]
-        first = self.rank - (self.rank // stride % size) * stride
+        first = rank - (rank // stride % size) * stride
         return tuple(range(first, first + size * stride, stride))
 
 

@@ -18,9 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # long as those do not import it back (Python would refuse a cycle at import anyway).
 LAYERS = [
     {"errors", "version"},
-    {"names", "safetensors_file"},
+    {"names", "safetensors_file", "findings"},
     {"config"},
     {"layout"},
+    {"topology"},
     {"switches"},
     {"header", "engine_fields"},
     {"_mcore"},
