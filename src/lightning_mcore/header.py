@@ -9,7 +9,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Facts, Switch, Switches
 
@@ -62,6 +64,7 @@ def format_header(
     facts: Facts,
     switches: Switches,
     batch: Batch,
+    experts: ExpertSwitches | None = None,
     num_parameters: int | None = None,
     num_parameters_per_rank: int | None = None,
     differences: Sequence[Difference] = (),
@@ -75,6 +78,7 @@ def format_header(
         facts: Precision, hardware and kind of model.
         switches: What became of every switch.
         batch: How samples make one optimizer step.
+        experts: Settings of expert layers, to be shown below the switches.
         num_parameters: Parameters (elements) of the whole model, each counted once.
         num_parameters_per_rank: The most parameters (elements) that any rank holds.
         differences: Where engine configs differ from the dictionaries that the user passed.
@@ -93,7 +97,7 @@ def format_header(
         lines += _row("parameters", f"{num_parameters:,}{per_rank}")
     if facts.on_gpu:
         lines += _row("environment", _connections_text(max_connections, layout, facts, switches))
-    lines += _switch_table(switches)
+    lines += _switch_table(switches, experts)
     if differences:
         lines.append("  your engine settings that were changed")
         width = max(len(row.field) for row in differences)
@@ -180,11 +184,11 @@ def _connections_text(value: str | None, layout: Layout, facts: Facts, switches:
     return text
 
 
-def _switch_table(switches: Switches) -> list[str]:
+def _switch_table(switches: Switches, experts: ExpertSwitches | None) -> list[str]:
     """One row for each switch: its name, what the engine gets, what was asked, and why."""
-    rows: list[Switch[bool] | Switch[int | None]] = [
-        getattr(switches, field.name) for field in fields(switches)
-    ]
+    rows: list[Switch[Any]] = [getattr(switches, field.name) for field in fields(switches)]
+    if experts is not None:
+        rows += [getattr(experts, field.name) for field in fields(experts)]
     name = max(len(row.name) for row in rows)
     value = max(len("effective"), *(len(_shown(row.effective)) for row in rows))
     asked = max(len("requested"), *(len(_asked(row)) for row in rows))
@@ -201,7 +205,7 @@ def _shown(value: object) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _asked(row: Switch[bool] | Switch[int | None]) -> str:
+def _asked(row: Switch[Any]) -> str:
     return _shown(row.requested)
 
 

@@ -8,6 +8,7 @@ engine.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_mcore._mcore import engine
+from lightning_mcore._mcore import engine, moe
 from lightning_mcore.build import Factory, build_pipeline, find_model
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import (
@@ -31,6 +32,16 @@ from lightning_mcore.engine_fields import (
     optimizer_fields,
 )
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
+from lightning_mcore.experts import (
+    ExpertFacts,
+    ExpertRequest,
+    ExpertSwitches,
+    check_expert_config,
+    probe_deep_ep,
+    resolve_experts,
+    wants_probe,
+)
+from lightning_mcore.findings import Findings, raise_errors
 from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
 from lightning_mcore.optimizer import build_training, optimizer_kind
 from lightning_mcore.parallel_state import ParallelState
@@ -54,6 +65,7 @@ class Request:
 
     sizes: ParallelSizes
     switches: SwitchRequest
+    experts: ExpertRequest = field(default_factory=ExpertRequest)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the engine's DDP config."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -101,6 +113,31 @@ class Request:
             torch_norms_only=self.torch_norms_only,
             num_optimizer_instances=self.optimizer_instances,
         )
+
+
+def choose_experts(
+    request: Request, layout: Layout, facts: Facts, dims: ModelDims | None = None
+) -> ExpertSwitches:
+    """Decides the settings of expert layers, probing for packages where the choice needs it.
+
+    Raises:
+        ConfigurationError: On every rank alike, as long as all nodes have the same packages.
+    """
+    known = ExpertFacts(
+        engine_version=facts.engine_version,
+        on_gpu=facts.on_gpu,
+        precision=facts.precision,
+        num_experts=None if dims is None else dims.num_moe_experts,
+        native_model=facts.native_model,
+        te_version=engine.te_version(),
+        max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+    )
+    if wants_probe(request.experts, layout, known):
+        known = dataclasses.replace(known, package=probe_deep_ep())
+    findings = Findings()
+    chosen = resolve_experts(request.experts, layout, known, findings)
+    raise_errors(findings.sorted())
+    return chosen
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -159,6 +196,7 @@ def resolve_before_groups(
     layout = resolve_layout(sizes, world_size, rank)
     switches = resolve_switches(request.switches, layout, facts)
     check_model_dims(dims, layout, sequence_parallel=switches.sequence_parallel.effective)
+    choose_experts(request, layout, facts, dims)
     return layout, switches
 
 
@@ -173,7 +211,8 @@ def fields_for_model(
     """Fields of the engine's model config for plain torch modules (``native``) or Megatron ones."""
     facts = request.facts(precision, device, native=native)
     switches = resolve_switches(request.switches, layout, facts)
-    return model_fields(layout, switches, precision.engine_fields(native=native), device)
+    fields = model_fields(layout, switches, precision.engine_fields(native=native), device)
+    return fields | choose_experts(request, layout, facts).model_fields
 
 
 def build_model(
@@ -247,6 +286,9 @@ def prepare_run(
         asked = bool(request.ddp["grad_reduce_in_fp32"])
         switch = Switch("grad_reduce_in_fp32", asked, asked, "requested in `ddp`")
         switches = dataclasses.replace(switches, grad_reduce_in_fp32=switch)
+    experts = choose_experts(request, layout, facts)
+    check_expert_config(config, layout, experts, plans=all(map(moe.has_schedule_plan, inner)))
+    moe.mark_expert_parameters(inner, tp=layout.tp, etp=layout.etp)
     optimizer = None
     if torch_optimizer is not None:
         chunks, optimizer = build_training(
@@ -255,7 +297,7 @@ def prepare_run(
             torch_optimizer,
             trainable_names(inner),
             switches,
-            ddp_fields(switches, request.ddp),
+            ddp_fields(switches, request.ddp) | experts.ddp_fields,
             optimizer_fields(
                 switches, precision.optimizer_fields(native=native), request.optimizer
             ),
@@ -267,6 +309,7 @@ def prepare_run(
         chunks=chunks,
         state=state,
         switches=switches,
+        experts=experts,
         precision=precision,
         device=device,
         micro_batch_size=request.switches.micro_batch_size,

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_mcore.build import Factory
 from lightning_mcore.config import ParallelSizes, SwitchRequest
 from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.experts import ExpertRequest, MoEDispatcher, OverlapMoE
 from lightning_mcore.loop_hooks import LoopStrategy
 from lightning_mcore.optimizer import StepStats
 from lightning_mcore.prepare import Request, build_model
@@ -38,6 +39,11 @@ class MCoreStrategy(LoopStrategy):
         use_distributed_optimizer: Shards optimizer state over data parallel (ZeRO-1).
         overlap_p2p: Overlaps pipeline sends and receives with compute; needs ``vpp >= 2``. ``True``
             with ``vpp=None`` picks the smallest ``vpp`` that divides ``model_dims['num_layers']``.
+        moe_dispatcher: What moves tokens to their experts: ``"allgather"``, ``"alltoall"``,
+            ``"deepep"`` or ``"hybridep"``, or ``"auto"`` to go by the topology.
+        overlap_moe: ``"1f1b"`` moves tokens during the compute of another microbatch,
+            ``"shared_experts"`` during that of shared experts; ``False`` does not.
+        delay_wgrad_compute: Computes weight gradients apart, with ``overlap_moe="1f1b"``.
         bucket_size: Elements per gradient bucket. ``None``: the engine's ``max(40M, 1M x dp)``.
         seq_length: Tokens per sample, only where the model call has no token ids of shape
             ``[b, s]`` to read it from.
@@ -70,6 +76,9 @@ class MCoreStrategy(LoopStrategy):
         overlap_param_gather: Auto = "auto",
         use_distributed_optimizer: Auto = "auto",
         overlap_p2p: Auto = "auto",
+        moe_dispatcher: MoEDispatcher = "auto",
+        overlap_moe: OverlapMoE = "auto",
+        delay_wgrad_compute: bool = False,
         bucket_size: int | None = None,
         seq_length: int | None = None,
         ddp: dict[str, Any] | None = None,
@@ -88,6 +97,11 @@ class MCoreStrategy(LoopStrategy):
                 overlap_p2p=overlap_p2p,
                 bucket_size=bucket_size,
                 micro_batch_size=micro_batch_size,
+            ),
+            experts=ExpertRequest(
+                moe_dispatcher=moe_dispatcher,
+                overlap_moe=overlap_moe,
+                delay_wgrad_compute=delay_wgrad_compute,
             ),
             ddp=ddp or {},
             optimizer=optimizer or {},

@@ -13,7 +13,7 @@ from the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_mcore.config import Auto, SwitchRequest
 from lightning_mcore.errors import ConfigurationError
@@ -59,7 +59,7 @@ class Switch(Generic[_T]):
 
     name: str
     """The strategy's argument, or the engine's field where there is no argument."""
-    requested: Auto | int | None
+    requested: Any
     """The user's value; ``None`` if it was left to us or cannot be set."""
     effective: _T
     """What the engine gets."""

@@ -138,7 +138,8 @@ def fit(
     return watch.outcome
 
 
-def _fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
+def fit_on_rank(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
+    """Trains the GPT on this rank, together with the others."""
     torch.manual_seed(1)
     module = ParityGPT(training)
     dp = world_size // (strategy.get("tp", 1) * strategy.get("pp", 1))
@@ -154,7 +155,7 @@ def _fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -
 
 def fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> list[Outcome]:
     """Trains the GPT on ``world_size`` ranks."""
-    return run_ranks(_fit_gpt, world_size, world_size, strategy, training)
+    return run_ranks(fit_on_rank, world_size, world_size, strategy, training)
 
 
 def check_steps(

@@ -15,10 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_mcore import MCoreStrategy
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore.testing import run_ranks
 from tests.gpt import gpt_chunk, token_dataset
-from tests.parity.layouts import biased_routers, check_batches, check_steps, fit_gpt
+from tests.parity.layouts import (
+    Outcome,
+    ParityGPT,
+    biased_routers,
+    check_batches,
+    check_steps,
+    fit,
+    fit_on_rank,
+)
 from tests.parity.one_process import CPU_FIELDS, Reference, gpt_loss
 from tests.parity.recipes import OPTIMIZERS, STEPS, Training, global_batch, make_schedule
 from tests.parity.weights import check_shards, fill, full_tensors
@@ -60,17 +69,17 @@ PADDED = (*CAPPED, ("moe_pad_expert_input_to_capacity", True))
 
 @dataclass(frozen=True)
 class Biases:
-    """Router biases after training, by number of the layer."""
+    """What one process did."""
 
     reference: Reference
     biases: dict[int, torch.Tensor]
+    """Of the routers after training, by number of the layer."""
 
 
 def _train(training: Training) -> Biases:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    dist.init_process_group("gloo")
     moe = dict(training.moe)
     with CpuAdapter():
         parallel_state.initialize_model_parallel()
@@ -105,13 +114,13 @@ def _train(training: Training) -> Biases:
             schedule.step()
         biases = {r.layer_number: r.expert_bias.clone() for r in biased_routers(model)}
         full = full_tensors(shard.copied() for shard in shards)
+        parallel_state.destroy_model_parallel()
         return Biases(Reference(losses, norms, full), biases)
 
 
-@functools.cache
-def one_process(training: Training) -> Biases:
-    """The GPT with all experts in one process, in a loop of torch."""
-    return run_ranks(_train, 1, training)[0]
+def _train_all(trainings: list[Training]) -> list[Biases]:
+    dist.init_process_group("gloo")
+    return [_train(training) for training in trainings]
 
 
 @dataclass(frozen=True)
@@ -128,35 +137,68 @@ class Case:
     def __str__(self) -> str:
         return f"{self.layout}-{self.about}"
 
+    @property
+    def training(self) -> Training:
+        return Training(experts=EXPERTS, moe=self.moe, accumulate=self.accumulate, clip=self.clip)
+
+
+ALLGATHER = {"moe_dispatcher": "allgather"}
+ALLTOALL = {"moe_dispatcher": "alltoall"}
 
 CASES = [
     Case("one", "balanced", BALANCED),
-    Case("ep2", "balanced", BALANCED, clip=0.5),
-    Case("ep2dp4", "balanced-accumulate", BALANCED, accumulate=2),
+    Case("ep2", "balanced", BALANCED, ALLTOALL, clip=0.5),
+    Case("ep2", "balanced-allgather", BALANCED, ALLGATHER),
     Case("tp2ep2", "balanced", BALANCED),
-    Case("tp2ep2dp2", "balanced-clip", BALANCED, clip=0.5),
-    Case("pp2ep2", "balanced-accumulate", BALANCED, accumulate=2),
-    Case("pp2vpp2ep2", "balanced", BALANCED),
+    Case("tp2ep2", "balanced-allgather", BALANCED, ALLGATHER, clip=0.5),
     Case("tp2etp2", "balanced", BALANCED),
     Case("ep2", "per-sequence", PER_SEQUENCE),
     Case("tp2ep2", "per-sequence", PER_SEQUENCE),
     Case("ep2", "biased", BIASED),
-    Case("tp2ep2dp2", "biased-accumulate", BIASED, accumulate=2),
-    Case("pp2vpp2ep2", "biased", BIASED),
+    Case("ep2", "shared-experts-overlapped", BIASED, {"overlap_moe": "shared_experts"}),
+    Case("ep2dp4", "balanced-accumulate", BALANCED, accumulate=2),
     Case("ep2dp4", "capped", CAPPED),
     Case("ep4", "padded", PADDED),
-]
+    Case("tp2ep2dp2", "balanced-clip", BALANCED, clip=0.5),
+    Case("tp2ep2dp2", "biased-accumulate", BIASED, accumulate=2),
+    Case("pp2ep2", "balanced-accumulate", BALANCED, accumulate=2),
+    Case("pp2ep2", "balanced-allgather", BALANCED, ALLGATHER),
+    Case("pp2vpp2ep2", "balanced", BALANCED),
+    Case("pp2vpp2ep2", "biased", BIASED),
+]  # fmt: skip
+
+
+@functools.cache
+def one_process() -> dict[Training, Biases]:
+    """The GPT with all experts in one process, in a loop of torch, for every row."""
+    trainings = list(dict.fromkeys(case.training for case in CASES))
+    return dict(zip(trainings, run_ranks(_train_all, 1, trainings)[0], strict=True))
+
+
+def _fit_all(world_size: int, runs: list[tuple[dict[str, Any], Training]]) -> list[Outcome]:
+    return [fit_on_rank(world_size, strategy, training) for strategy, training in runs]
+
+
+@functools.cache
+def trained(world_size: int) -> dict[str, list[Outcome]]:
+    """What happened on each rank, for all rows with so many ranks: they are started once."""
+    cases = [case for case in CASES if LAYOUTS[case.layout][0] == world_size]
+    runs = [
+        ({**LAYOUTS[case.layout][1], **case.switches, "micro_batch_size": 1}, case.training)
+        for case in cases
+    ]
+    by_rank = run_ranks(_fit_all, world_size, world_size, runs)
+    return {
+        str(case): list(ranks)
+        for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_one_process(case):
-    training = Training(
-        experts=EXPERTS, moe=case.moe, accumulate=case.accumulate, clip=case.clip
-    )
-    expected = one_process(training)
-    world_size, sizes = LAYOUTS[case.layout]
-    ranks = fit_gpt(world_size, {**sizes, **case.switches, "micro_batch_size": 1}, training)
-    check_batches(ranks, token_dataset(training.samples))
+    expected = one_process()[case.training]
+    ranks = trained(LAYOUTS[case.layout][0])[str(case)]
+    check_batches(ranks, token_dataset(case.training.samples))
     check_steps(ranks, expected.reference)
     check_shards([rank.shards for rank in ranks], expected.reference.parameters, 1e-5)
     found = {layer for rank in ranks for layer in rank.biases}
@@ -165,3 +207,61 @@ def test_equals_one_process(case):
         for layer, bias in rank.biases.items():
             assert bias.abs().max() > 0.04
             torch.testing.assert_close(bias, expected.biases[layer], rtol=0, atol=1e-6)
+
+
+def test_what_is_compared_matters():
+    """Each ingredient moves the first gradient norm by far more than the tolerance of 2e-4."""
+    plain = Training(experts=EXPERTS)
+    others = run_ranks(_train_all, 1, [plain])[0][0].reference
+    for training, other in one_process().items():
+        assert abs(other.reference.grad_norms[0] - others.grad_norms[0]) > 5e-3, training
+
+
+# ------------------------------------------------------------------------- combined 1F1B
+
+HALF = tuple({**dict(BALANCED), "moe_z_loss_coeff": None}.items())
+
+
+@pytest.mark.parametrize("layout", ["ep2", "pp2vpp2ep2"])
+def test_combined_1f1b_equals_the_plain_schedule(layout):
+    """The engine runs it in bf16 only, so it is compared with itself switched off."""
+    world_size, sizes = LAYOUTS[layout]
+    training = Training(experts=EXPERTS, moe=HALF, precision="bf16-mixed", accumulate=2)
+    plain = {**sizes, "micro_batch_size": 1}
+    runs = [(plain, training), ({**plain, "overlap_moe": "1f1b"}, training)]
+    for off, on in run_ranks(_fit_all, world_size, world_size, runs):
+        assert len(set(off.losses)) == len(off.losses)
+        assert on.losses == pytest.approx(off.losses, abs=1e-6)
+        assert on.logged == on.losses
+        assert on.grad_norms == pytest.approx(off.grad_norms, rel=1e-6)
+        for mine, other in zip(on.shards, off.shards, strict=True):
+            torch.testing.assert_close(mine.value, other.value, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------- gradient norm
+
+
+class LikeTransformerEngine(ParityGPT):
+    """Its layers do not mark the weights of whole experts as split over tensor parallel."""
+
+    def make_chunk(self, stage: Any, **fields: Any) -> Any:
+        chunk = super().make_chunk(stage, **fields)
+        for param in chunk.parameters():
+            if not getattr(param, "allreduce", True):
+                param.tensor_model_parallel = False
+        return chunk
+
+
+def _fit_unmarked(training: Training) -> Outcome:
+    strategy = MCoreStrategy(tp=2, ep=2, etp=1, micro_batch_size=1)
+    data = token_dataset(training.samples)
+    return fit(LikeTransformerEngine(training), data, 2, 1, strategy, training)
+
+
+def test_gradient_norm_counts_experts_of_every_tensor_parallel_rank():
+    """Before 0.19 the engine takes unmarked experts for copies (``mark_expert_parameters``)."""
+    training = next(c.training for c in CASES if str(c) == "tp2ep2-balanced-allgather")
+    for outcome in run_ranks(_fit_unmarked, 2, training):
+        expected = one_process()[training].reference
+        assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+        assert outcome.losses == pytest.approx(expected.losses, abs=1e-5)

@@ -23,6 +23,7 @@ LAYERS = [
     {"layout"},
     {"topology"},
     {"switches"},
+    {"experts"},
     {"header", "engine_fields"},
     {"_mcore"},
     {"parallel_state"},

@@ -10,6 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +69,15 @@ def has_te_or_apex() -> bool:
     from megatron.core import optimizer as engine_optimizer
 
     return not engine_optimizer.USING_PYTORCH_OPTIMIZER
+
+
+def te_version() -> tuple[int, ...] | None:
+    """Release numbers of TransformerEngine; ``None`` if it is not installed."""
+    try:
+        release = version("transformer-engine")
+    except PackageNotFoundError:
+        return None
+    return tuple(int(part) for part in release.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 # ------------------------------------------------------------------------------ parallel state
