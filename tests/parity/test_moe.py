@@ -63,6 +63,13 @@ BIASED = (
     ("moe_router_score_function", "sigmoid"),
     ("moe_shared_expert_intermediate_size", 48),
 )
+QWEN = (
+    *BALANCED,
+    ("num_query_groups", 2),
+    ("normalization", "RMSNorm"),
+    ("gated_linear_unit", True),
+    ("activation_func", torch.nn.functional.silu),
+)
 CAPPED = (*BALANCED, ("moe_expert_capacity_factor", 0.75))
 PADDED = (*CAPPED, ("moe_pad_expert_input_to_capacity", True))
 
@@ -155,6 +162,8 @@ CASES = [
     Case("ep2", "per-sequence", PER_SEQUENCE),
     Case("tp2ep2", "per-sequence", PER_SEQUENCE),
     Case("ep2", "biased", BIASED),
+    Case("ep2", "like-qwen3", QWEN),
+    Case("pp2ep2", "like-qwen3", QWEN),
     Case("ep2", "shared-experts-overlapped", BIASED, {"overlap_moe": "shared_experts"}),
     Case("ep2dp4", "balanced-accumulate", BALANCED, accumulate=2),
     Case("ep2dp4", "capped", CAPPED),

@@ -17,7 +17,6 @@ __all__ = ["probe_deep_ep"]
 
 _PROBE = """
 import importlib.metadata as metadata, json
-import torch
 import deep_ep
 names = metadata.packages_distributions().get("deep_ep", [])
 found = {
