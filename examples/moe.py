@@ -1,7 +1,7 @@
 """Trains a small Qwen3-MoE-like model on the source of Python's standard library, experts spread.
 
-    python examples/moe.py             # ep=2: two processes, each with half of the experts
-    python examples/moe.py --pp 2      # ep=2 x pp=2: four processes
+python examples/moe.py             # ep=2: two processes, each with half of the experts
+python examples/moe.py --pp 2      # ep=2 x pp=2: four processes
 """
 
 import argparse

@@ -7,18 +7,21 @@ from lightning_mcore.errors import (
     MCoreError,
     NotInitializedError,
 )
+from lightning_mcore.findings import Finding
 from lightning_mcore.layout import Layout
 from lightning_mcore.optimizer import StepStats
 from lightning_mcore.parallel_state import Groups
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.stage import Pipeline, Stage
 from lightning_mcore.strategy import MCoreStrategy
-from lightning_mcore.switches import Switch, Switches
+from lightning_mcore.switches import Switch, Switches, validate
+from lightning_mcore.topology import Topology
 from lightning_mcore.version import __version__
 
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
+    "Finding",
     "Groups",
     "Layout",
     "MCoreError",
@@ -30,7 +33,9 @@ __all__ = [
     "StepStats",
     "Switch",
     "Switches",
+    "Topology",
     "__version__",
+    "validate",
 ]
 
 _register_strategies(MCoreStrategy)

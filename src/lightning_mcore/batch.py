@@ -58,6 +58,7 @@ def plan_training(
     micro_batch_size: int | None,
     pp: int,
     interleaved: bool,
+    group_size: int | None = None,
     regular_batch_size: int | None = None,
     split: SplitHook | None = None,
 ) -> Run:
@@ -71,6 +72,7 @@ def plan_training(
         micro_batch_size: Samples; ``None`` means the whole batch without pipelining, else 1.
         pp: Pipeline size.
         interleaved: Whether the schedule is interleaved, which takes multiples of ``pp``.
+        group_size: Microbatches that a chunk runs in a row, where interleaved.
         regular_batch_size: Samples in a full batch, where one has been seen.
         split: The user's hook for batches that this module cannot cut.
 
@@ -79,7 +81,9 @@ def plan_training(
     """
     multiple = pp if interleaved else 1
     if split is not None and (micro_batch_size is not None or pp > 1):
-        return _plan_by_hook(split(batch, micro_batch_size or 1), multiple)
+        run = _plan_by_hook(split(batch, micro_batch_size or 1), multiple)
+        _check_groups(len(run.microbatches), pp, group_size)
+        return run
     samples = batch_size(batch)
     wanted = micro_batch_size or (samples if pp == 1 else 1)
     if regular_batch_size is not None and samples < regular_batch_size:
@@ -93,6 +97,7 @@ def plan_training(
             )
         wanted = size
     _check_divides(samples, wanted, multiple)
+    _check_groups(samples // wanted, pp, group_size)
     return Run(tuple(Microbatch(piece, wanted) for piece in split_batch(batch, wanted)))
 
 
@@ -129,6 +134,25 @@ def _check_divides(samples: int, wanted: int, multiple: int) -> None:
             f" {wanted}) must be a multiple of `pp` ({multiple}) in the interleaved schedule; use a"
             f" batch size of {(count // multiple + 1) * multiple * wanted}"
             + (f" or `micro_batch_size={fitting}`." if fitting else ".")
+        )
+
+
+def _check_groups(count: int, pp: int, group_size: int | None) -> None:
+    """The engine's own rule, which it states as a ValueError in the middle of a step."""
+    if group_size is None:
+        return
+    name = "`microbatch_group_size_per_vp_stage`"
+    if group_size > count:
+        raise ConfigurationError(
+            f"{name} ({group_size}) must be at most `num_microbatches` ({count}); use {pp} to"
+            f" {count}, or smaller microbatches."
+        )
+    rest = count % group_size
+    if 0 < rest < pp:
+        raise ConfigurationError(
+            f"`num_microbatches` ({count}) must leave nothing, or at least `pp` ({pp}), when"
+            f" divided by {name} ({group_size}), but leaves {rest}; use a divisor of {count}, or"
+            " None."
         )
 
 

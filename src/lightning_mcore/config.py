@@ -8,15 +8,24 @@ relations between switches in ``switches``. Pure; every rank makes the same valu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_mcore.errors import ConfigurationError
 
-__all__ = ["Auto", "ModelDims", "ParallelSizes", "SwitchRequest"]
+__all__ = ["Auto", "Comm", "CpCommType", "Fsdp", "ModelDims", "ParallelSizes", "SwitchRequest"]
 
 Auto: TypeAlias = bool | Literal["auto"]
 """A switch: ``True`` and ``False`` bind (an error if impossible), ``"auto"`` lets us choose."""
+
+Comm: TypeAlias = Literal["safe", "auto", "max"]
+"""What ``"auto"`` means for the switches that overlap communication with compute."""
+
+CpCommType: TypeAlias = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+"""How context-parallel ranks exchange keys and values; ``"a2a"`` is known as Ulysses."""
+
+Fsdp: TypeAlias = Literal["optim", "optim_grads", "optim_grads_params"]
+"""What Megatron-FSDP would shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +68,21 @@ class ParallelSizes:
 class SwitchRequest:
     """Switches as the user set them; ``switches.resolve_switches`` says what becomes of them.
 
+    docs/switches.md has, for each, what it needs, what it excludes and how to see it working.
+
     Raises:
         ConfigurationError: If a value has the wrong type or is out of range.
     """
 
+    comm: Comm = "auto"
+    """What ``"auto"`` means below: ``"safe"`` overlaps nothing, ``"auto"`` what is known to help,
+    ``"max"`` all that can work."""
     sequence_parallel: Auto = "auto"
     """Shards activations outside the tensor-parallel regions along the sequence, ``tp`` ways.
     ``"auto"`` turns it on with ``tp > 1`` where the layers can do it."""
+    tp_comm_overlap: Auto = "auto"
+    """Hides tensor-parallel transfers under matrix products (TransformerEngine's userbuffers).
+    ``"auto"`` leaves it off and says where it is worth measuring."""
     overlap_grad_reduce: Auto = "auto"
     """Reduces gradients bucket by bucket during the backward pass. Every parameter must then get a
     gradient in every step. ``"auto"`` turns it on for Megatron models with ``dp x cp > 1``."""
@@ -75,27 +92,89 @@ class SwitchRequest:
     use_distributed_optimizer: Auto = "auto"
     """Shards optimizer state and main parameters over data-parallel ranks. ``"auto"`` turns it on
     for Adam and AdamW with ``dp x cp > 1``."""
-    overlap_p2p: Auto = "auto"
-    """Sends activations between pipeline stages while computing. Needs ``vpp >= 2``; ``"auto"``
-    turns it on exactly then."""
+    num_distributed_optimizer_instances: int | None = None
+    """Copies of the optimizer's shards, each spread over ``dp x cp / N`` ranks; ``None``: 1."""
     bucket_size: int | None = None
     """Parameters (elements) per gradient bucket. ``None`` takes the engine's rule,
     ``max(40_000_000, 1_000_000 x dp)``."""
+    grad_reduce_in_fp32: Auto = "auto"
+    """Accumulates and reduces gradients in fp32. ``"auto"`` does so for the mixed precisions."""
+    average_in_collective: Auto = "auto"
+    """Lets NCCL average gradients instead of scaling them before the sum. ``"auto"`` does not."""
+    nccl_ub: Auto = "auto"
+    """Registers gradient and parameter buffers with NCCL. ``"auto"`` does not."""
+    fsdp: Fsdp | None = None
+    """Megatron-FSDP; only ``None`` is supported."""
+    overlap_p2p: Auto = "auto"
+    """Sends activations between pipeline stages while computing. Needs ``vpp >= 2``; ``"auto"``
+    turns it on exactly then."""
+    overlap_p2p_warmup_flush: Auto = "auto"
+    """Does so while the pipeline fills and drains, too. Needs ``overlap_p2p``; ``"auto"`` does not.
+    """
+    batch_p2p: Auto = "auto"
+    """Sends and receives of a step in one batch. Excludes ``overlap_p2p``; ``"auto"`` follows it.
+    """
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Microbatches that a chunk runs in a row, at least ``pp``. ``None`` means ``pp``."""
+    defer_embedding_wgrad: Auto = "auto"
+    """Computes the output layer's weight gradient while the pipeline drains. Needs Apex; ``"auto"``
+    does not."""
+    cp_comm_type: CpCommType | None = None
+    """How context-parallel ranks exchange keys and values. ``None`` lets the topology choose."""
+    nccl_communicators: Mapping[str, Any] = field(default_factory=dict)
+    """NCCL settings by process group: ``{"dp_cp": {"max_ctas": 16}}``."""
+    high_priority_streams: tuple[str, ...] = ()
+    """Process groups whose kernels go first: ``("tp", "dp_cp")``."""
     micro_batch_size: int | None = None
     """Samples in one pass of the schedule on one data-parallel rank. ``None`` means the whole batch
     without a pipeline, and 1 with one."""
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the engine's DDP config."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the engine's optimizer config."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("bucket_size", "micro_batch_size"):
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in _COUNTS:
                 if value is not None:
-                    _check_count(field.name, value, or_none=True)
+                    _check_count(entry.name, value, or_none=True)
+            elif entry.name in _CHOICES:
+                _check_choice(entry.name, value, _CHOICES[entry.name])
+            elif entry.name in _MAPPINGS:
+                if not isinstance(value, Mapping):
+                    raise ConfigurationError(
+                        f"`{entry.name}` ({value!r}) must be a mapping;"
+                        f" use {entry.name}={{}} or leave it out."
+                    )
+            elif entry.name == "high_priority_streams":
+                names = value if isinstance(value, (list, tuple)) else (value,)
+                if value is names and all(isinstance(name, str) for name in names):
+                    object.__setattr__(self, entry.name, tuple(names))
+                else:
+                    raise ConfigurationError(
+                        f"`{entry.name}` ({value!r}) must be a list of names of groups;"
+                        f" use {entry.name}=['dp_cp']."
+                    )
             elif not (isinstance(value, bool) or value == "auto"):
                 raise ConfigurationError(
-                    f"`{field.name}` ({value!r}) must be True, False or 'auto';"
-                    f" use {field.name}='auto' to let the strategy choose."
+                    f"`{entry.name}` ({value!r}) must be True, False or 'auto';"
+                    f" use {entry.name}='auto' to let the strategy choose."
                 )
+
+
+_COUNTS = (
+    "bucket_size",
+    "micro_batch_size",
+    "microbatch_group_size_per_vp_stage",
+    "num_distributed_optimizer_instances",
+)
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "comm": get_args(Comm),
+    "cp_comm_type": (*get_args(CpCommType), None),
+    "fsdp": (*get_args(Fsdp), None),
+}
+_MAPPINGS = ("nccl_communicators", "ddp", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,12 +191,22 @@ class ModelDims:
     """Experts in each mixture-of-experts layer."""
     seq_length: int | None = None
     """Tokens in one sequence, before context or sequence parallelism cuts it."""
+    hidden_size: int | None = None
+    """Width of the activations between layers."""
+    multi_latent_attention: bool | None = None
+    """Whether attention projects keys and values through a latent space (MLA)."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                _check_count(field.name, value, or_none=True, where=" of `model_dims`")
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name == "multi_latent_attention":
+                if value is not None and not isinstance(value, bool):
+                    raise ConfigurationError(
+                        f"`{entry.name}` of `model_dims` ({value!r}) must be True, False or None;"
+                        f" use {entry.name}={bool(value)}."
+                    )
+            elif value is not None:
+                _check_count(entry.name, value, or_none=True, where=" of `model_dims`")
 
     @classmethod
     def from_object(cls, source: object) -> ModelDims:
@@ -135,7 +224,7 @@ class ModelDims:
             return cls()
         if isinstance(source, cls):
             return source
-        names = [field.name for field in fields(cls)]
+        names = [entry.name for entry in fields(cls)]
         found: dict[str, Any]
         if isinstance(source, Mapping):
             unknown = sorted(str(key) for key in source if key not in names)
@@ -152,6 +241,14 @@ class ModelDims:
                     f" attributes, of model dimensions; use any of {names}."
                 )
         return cls(**found)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+    if not any(value is choice or value == choice for choice in choices):
+        known = ", ".join(str(choice) if choice is None else repr(choice) for choice in choices)
+        raise ConfigurationError(
+            f"`{name}` ({value!r}) must be one of {known}; use {name}={choices[-1]!r}."
+        )
 
 
 def _check_count(name: str, value: object, *, or_none: bool = False, where: str = "") -> None:

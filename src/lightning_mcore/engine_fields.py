@@ -15,12 +15,18 @@ from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Switches
 
-_DDP_FIELDS_OF_ARGUMENTS = (
+_DDP_SWITCHES = (
     "overlap_grad_reduce",
     "overlap_param_gather",
+    "align_param_gather",
     "use_distributed_optimizer",
+    "num_distributed_optimizer_instances",
     "bucket_size",
+    "grad_reduce_in_fp32",
+    "average_in_collective",
+    "nccl_ub",
 )
+"""Switches that are fields of the engine's DDP config under the same name."""
 _OPTIMIZER_FIELDS_OF_TORCH = (
     "optimizer",
     "lr",
@@ -51,11 +57,23 @@ def model_fields(
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": switches.sequence_parallel.effective,
+        "tp_comm_overlap": switches.tp_comm_overlap.effective,
         "overlap_p2p_comm": switches.overlap_p2p.effective,
+        "overlap_p2p_comm_warmup_flush": switches.overlap_p2p_warmup_flush.effective,
         "batch_p2p_comm": switches.batch_p2p.effective,
         "deallocate_pipeline_outputs": switches.deallocate_pipeline_outputs.effective,
         **dtypes,
     }
+    group_size = switches.microbatch_group_size_per_vp_stage.effective
+    if group_size is not None:
+        fields["microbatch_group_size_per_vp_stage"] = group_size
+    if switches.defer_embedding_wgrad.effective:
+        # The engine defers only what its fused kernel accumulates.
+        fields |= {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}
+    if switches.cp_comm_type.effective is not None:
+        fields["cp_comm_type"] = switches.cp_comm_type.effective
+    if (sizes := switches.hierarchical_context_parallel_sizes.effective) is not None:
+        fields["hierarchical_context_parallel_sizes"] = list(sizes)
     if device.type == "cpu":
         # Fused kernels exist for GPUs only; weights made on the host are the same for any tp.
         fields |= {
@@ -75,16 +93,29 @@ def ddp_fields(switches: Switches, user: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: If the user's fields contain one that is an argument of the strategy.
     """
     check_ddp_fields(user)
+    return {**{name: getattr(switches, name).effective for name in _DDP_SWITCHES}, **user}
+
+
+def group_fields(switches: Switches) -> dict[str, Any]:
+    """Arguments of the engine's ``initialize_model_parallel`` that switches decide."""
+    sizes = switches.hierarchical_context_parallel_sizes.effective
     return {
-        **{name: getattr(switches, name).effective for name in _DDP_FIELDS_OF_ARGUMENTS},
-        "grad_reduce_in_fp32": switches.grad_reduce_in_fp32.effective,
-        **user,
+        "num_distributed_optimizer_instances": (
+            switches.num_distributed_optimizer_instances.effective
+        ),
+        "high_priority_stream_groups": list(switches.high_priority_streams.effective),
+        "hierarchical_context_parallel_sizes": None if sizes is None else list(sizes),
     }
 
 
 def check_ddp_fields(user: Mapping[str, Any]) -> None:
     """Refuses fields that have an argument of their own."""
-    double = sorted(set(user) & set(_DDP_FIELDS_OF_ARGUMENTS))
+    if "align_param_gather" in user:
+        raise ConfigurationError(
+            "`ddp` sets ['align_param_gather'], which follows from the schedule: without an"
+            " interleaved one it would keep parameters from being gathered ahead; leave it out."
+        )
+    double = sorted(set(user) & set(_DDP_SWITCHES))
     if double:
         raise ConfigurationError(
             f"`ddp` sets {double}, which MCoreStrategy takes as arguments of the same name; set"

@@ -12,8 +12,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_mcore.experts import ExpertSwitches
+from lightning_mcore.findings import Finding
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Facts, Switch, Switches
+from lightning_mcore.topology import Topology, place_groups
 
 __all__ = ["Batch", "Difference", "format_header"]
 
@@ -69,6 +71,7 @@ def format_header(
     num_parameters_per_rank: int | None = None,
     differences: Sequence[Difference] = (),
     max_connections: str | None = None,
+    findings: Sequence[Finding] = (),
 ) -> str:
     """Formats the header, at most 100 columns wide, without a newline at the end.
 
@@ -83,9 +86,13 @@ def format_header(
         num_parameters_per_rank: The most parameters (elements) that any rank holds.
         differences: Where engine configs differ from the dictionaries that the user passed.
         max_connections: ``CUDA_DEVICE_MAX_CONNECTIONS``, or ``None`` if unset; shown on GPUs.
+        findings: What is to be said about the settings; warnings are shown, as candidates are in
+            the table.
     """
     lines = [" | ".join(f"{name} {version}" for name, version in versions.items())]
     lines += _row("layout", _layout_text(layout, facts))
+    if facts.topology is not None:
+        lines += _topology_rows(layout, facts.topology)
     lines += _row("batch", _batch_text(batch, layout))
     lines += _row("precision", _precision_text(facts, switches))
     if num_parameters is not None:
@@ -98,6 +105,9 @@ def format_header(
     if facts.on_gpu:
         lines += _row("environment", _connections_text(max_connections, layout, facts, switches))
     lines += _switch_table(switches, experts)
+    for finding in findings:
+        if finding.severity == "warning":
+            lines += _wrap("  warning      ", f"{finding.message} [{finding.code}]")
     if differences:
         lines.append("  your engine settings that were changed")
         width = max(len(row.field) for row in differences)
@@ -132,6 +142,26 @@ def _layout_text(layout: Layout, facts: Facts) -> str:
     if layout.ep > 1:
         parts.append(f"experts: ep {layout.ep} x etp {layout.etp}, {layout.edp} copies of each")
     return "; ".join(parts)
+
+
+def _topology_rows(layout: Layout, topology: Topology) -> list[str]:
+    """The machines, and where the groups of more than one rank lie; equal ones share a row."""
+    if topology.arch == "cpu":
+        return _row("machines", f"{_plural(topology.nodes, 'node')}, CPU")
+    network = "" if topology.nodes == 1 else f", joined by {topology.network} network"
+    lines = _row(
+        "machines",
+        f"{_plural(topology.nodes, 'node')} x {topology.gpus_per_node} {topology.arch}"
+        f" GPUs, {topology.gpus_per_nvlink_domain} in an NVLink domain{network}"
+        f" ({topology.source})",
+    )
+    by_text: dict[str, list[str]] = {}
+    for axis, place in place_groups(layout, topology).items():
+        dense = axis not in ("ep", "etp", "edp") or layout.ep > 1
+        if place.size > 1 and dense and (axis != "dp_cp" or layout.cp > 1):
+            by_text.setdefault(place.text, []).append(axis)
+    groups = "; ".join(f"{', '.join(axes)}: {text}" for text, axes in by_text.items())
+    return lines + (_row("groups", groups) if groups else [])
 
 
 def _batch_text(batch: Batch, layout: Layout) -> str:
@@ -186,27 +216,30 @@ def _connections_text(value: str | None, layout: Layout, facts: Facts, switches:
 
 def _switch_table(switches: Switches, experts: ExpertSwitches | None) -> list[str]:
     """One row for each switch: its name, what the engine gets, what was asked, and why."""
-    rows: list[Switch[Any]] = [getattr(switches, field.name) for field in fields(switches)]
+    rows: list[Switch[Any]] = [getattr(switches, entry.name) for entry in fields(switches)]
     if experts is not None:
-        rows += [getattr(experts, field.name) for field in fields(experts)]
+        rows += [getattr(experts, entry.name) for entry in fields(experts)]
     name = max(len(row.name) for row in rows)
     value = max(len("effective"), *(len(_shown(row.effective)) for row in rows))
-    asked = max(len("requested"), *(len(_asked(row)) for row in rows))
+    asked = max(len("requested"), *(len(_shown(row.requested)) for row in rows))
     lines = [f"  {'switch':<{name}}  {'effective':<{value}}  {'requested':<{asked}}  reason"]
     for row in rows:
-        start = f"  {row.name:<{name}}  {_shown(row.effective):<{value}}  {_asked(row):<{asked}}  "
-        lines += _wrap(start, row.reason)
+        start = f"  {row.name:<{name}}  {_shown(row.effective):<{value}}"
+        start += f"  {_shown(row.requested):<{asked}}  "
+        lines += _wrap(start, row.reason + (f" [{row.evidence}]" if row.evidence else ""))
     return lines
 
 
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _asked(row: Switch[Any]) -> str:
-    return _shown(row.requested)
+    if value is None or value == () or value == {}:
+        return "-"
+    if isinstance(value, Mapping):
+        return ",".join(value)
+    if isinstance(value, tuple):
+        return ",".join(str(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _device(facts: Facts) -> str:

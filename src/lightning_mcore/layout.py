@@ -18,8 +18,17 @@ from typing import Literal, TypeAlias
 
 from lightning_mcore.config import ModelDims, ParallelSizes
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.findings import Finding, Findings, raise_errors
 
-__all__ = ["Axis", "Layout", "check_model_dims", "pick_vpp", "resolve_layout"]
+__all__ = [
+    "Axis",
+    "Layout",
+    "check_model_dims",
+    "dims_findings",
+    "layout_findings",
+    "pick_vpp",
+    "resolve_layout",
+]
 
 Axis: TypeAlias = Literal["tp", "cp", "dp", "pp", "dp_cp", "ep", "etp", "edp"]
 """An axis of the rank grid; ``dp_cp`` is data and context parallelism taken together."""
@@ -126,27 +135,10 @@ def resolve_layout(sizes: ParallelSizes, world_size: int, rank: int) -> Layout:
         ConfigurationError: If the world is not a multiple of what the dense layers or the experts
             need, or ``rank`` is not in it.
     """
+    raise_errors(layout_findings(sizes, world_size, rank))
     tp, pp, cp, ep = sizes.tp, sizes.pp, sizes.cp, sizes.ep
     etp = tp if sizes.etp is None else sizes.etp
-    dense, experts = tp * pp * cp, etp * ep * pp
-    if world_size < 1 or world_size % dense:
-        raise ConfigurationError(
-            f"`world_size` ({world_size}) must be a multiple of `tp` ({tp}) x `pp` ({pp}) x `cp`"
-            f" ({cp}) = {dense}; use {_nearest_multiples(world_size, dense)} devices."
-        )
-    if world_size % experts:
-        devices = _nearest_multiples(world_size, math.lcm(dense, experts))
-        smaller = ", or etp=1" if etp > 1 and world_size % (ep * pp) == 0 else ""
-        raise ConfigurationError(
-            f"`world_size` ({world_size}) must be a multiple of `etp` ({etp}) x `ep` ({ep}) x `pp`"
-            f" ({pp}) = {experts} for the experts; use {devices} devices{smaller}."
-        )
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"`rank` ({rank}) must be at least 0 and below `world_size` ({world_size}); check the"
-            f" launcher's RANK and WORLD_SIZE, and use ranks 0 to {world_size - 1}."
-        )
-    dp = world_size // dense
+    dp = world_size // (tp * pp * cp)
     return Layout(
         tp=tp,
         pp=pp,
@@ -165,41 +157,105 @@ def resolve_layout(sizes: ParallelSizes, world_size: int, rank: int) -> Layout:
     )
 
 
+def layout_findings(sizes: ParallelSizes, world_size: int, rank: int) -> list[Finding]:
+    """What keeps ``rank`` from a place in the grid: empty, or one error on every rank alike."""
+    found = Findings()
+    tp, pp, cp, ep = sizes.tp, sizes.pp, sizes.cp, sizes.ep
+    etp = tp if sizes.etp is None else sizes.etp
+    dense, experts = tp * pp * cp, etp * ep * pp
+    if world_size < 1 or world_size % dense:
+        found.error(
+            "world-size-multiple",
+            f"`world_size` ({world_size}) must be a multiple of `tp` ({tp}) x `pp` ({pp}) x `cp`"
+            f" ({cp}) = {dense}",
+            f"use {_nearest_multiples(world_size, dense)} devices",
+            world_size=world_size,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+        )
+    elif world_size % experts:
+        devices = _nearest_multiples(world_size, math.lcm(dense, experts))
+        smaller = ", or etp=1" if etp > 1 and world_size % (ep * pp) == 0 else ""
+        found.error(
+            "world-size-multiple-of-experts",
+            f"`world_size` ({world_size}) must be a multiple of `etp` ({etp}) x `ep` ({ep}) x `pp`"
+            f" ({pp}) = {experts} for the experts",
+            f"use {devices} devices{smaller}",
+            world_size=world_size,
+            etp=etp,
+            ep=ep,
+            pp=pp,
+        )
+    elif not 0 <= rank < world_size:
+        found.error(
+            "rank-outside-world",
+            f"`rank` ({rank}) must be at least 0 and below `world_size` ({world_size})",
+            f"check the launcher's RANK and WORLD_SIZE, and use ranks 0 to {world_size - 1}",
+            rank=rank,
+            world_size=world_size,
+        )
+    return found.sorted()
+
+
 def check_model_dims(
     dims: ModelDims, sizes: ParallelSizes | Layout, *, sequence_parallel: bool = False
 ) -> None:
     """Checks every dimension that was told against the sizes that must divide it.
 
     Raises:
-        ConfigurationError: If one does not divide; on every rank alike.
+        ConfigurationError: If some do not divide; on every rank alike.
     """
+    raise_errors(dims_findings(dims, sizes, sequence_parallel=sequence_parallel))
+
+
+def dims_findings(
+    dims: ModelDims, sizes: ParallelSizes | Layout, *, sequence_parallel: bool = False
+) -> list[Finding]:
+    """An error for every dimension that was told and that a size does not divide."""
+    found = Findings()
     tp, pp, cp, ep, vpp = sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.vpp or 1
     layers, heads, groups = dims.num_layers, dims.num_attention_heads, dims.num_query_groups
     if layers is not None and layers % (pp * vpp):
-        raise ConfigurationError(
+        found.error(
+            "layers-multiple-of-stages",
             f"`num_layers` ({layers}) must be a multiple of `pp` ({pp}) x `vpp` ({vpp}) ="
-            f" {pp * vpp}; use {_nearest_multiples(layers, pp * vpp)} layers, or leave `num_layers`"
-            " out of `model_dims` if your stages are uneven on purpose."
+            f" {pp * vpp}",
+            f"use {_nearest_multiples(layers, pp * vpp)} layers, or leave `num_layers`"
+            " out of `model_dims` if your stages are uneven on purpose",
+            num_layers=layers,
+            pp=pp,
+            vpp=vpp,
         )
     if heads is not None and heads % tp:
-        raise ConfigurationError(
-            f"`num_attention_heads` ({heads}) must be a multiple of `tp` ({tp}); use"
-            f" {_nearest_multiples(heads, tp)} heads, or tp={math.gcd(heads, tp)}."
+        found.error(
+            "heads-multiple-of-tp",
+            f"`num_attention_heads` ({heads}) must be a multiple of `tp` ({tp})",
+            f"use {_nearest_multiples(heads, tp)} heads, or tp={math.gcd(heads, tp)}",
+            num_attention_heads=heads,
+            tp=tp,
         )
     # The engine gives a rank a copy of a shared group where there are fewer groups than ranks.
     if groups is not None and groups % tp and tp % groups:
-        raise ConfigurationError(
-            f"`num_query_groups` ({groups}) must be a multiple or a divisor of `tp` ({tp}); use"
-            f" {_nearest_multiples(groups, tp)} groups, or tp={math.gcd(groups, tp)}."
+        found.error(
+            "query-groups-multiple-of-tp",
+            f"`num_query_groups` ({groups}) must be a multiple or a divisor of `tp` ({tp})",
+            f"use {_nearest_multiples(groups, tp)} groups, or tp={math.gcd(groups, tp)}",
+            num_query_groups=groups,
+            tp=tp,
         )
     if dims.num_moe_experts is not None and dims.num_moe_experts % ep:
         experts = dims.num_moe_experts
-        raise ConfigurationError(
-            f"`num_moe_experts` ({experts}) must be a multiple of `ep` ({ep}); use"
-            f" {_nearest_multiples(experts, ep)} experts, or ep={math.gcd(experts, ep)}."
+        found.error(
+            "experts-multiple-of-ep",
+            f"`num_moe_experts` ({experts}) must be a multiple of `ep` ({ep})",
+            f"use {_nearest_multiples(experts, ep)} experts, or ep={math.gcd(experts, ep)}",
+            num_moe_experts=experts,
+            ep=ep,
         )
     if dims.seq_length is not None:
-        _check_seq_length(dims.seq_length, tp=tp if sequence_parallel else 1, cp=cp)
+        _check_seq_length(dims.seq_length, tp if sequence_parallel else 1, cp, found)
+    return found.sorted()
 
 
 def pick_vpp(dims: ModelDims, pp: int) -> int:
@@ -237,17 +293,25 @@ def pick_vpp(dims: ModelDims, pp: int) -> int:
     )
 
 
-def _check_seq_length(seq_length: int, *, tp: int, cp: int) -> None:
+def _check_seq_length(seq_length: int, tp: int, cp: int, found: Findings) -> None:
     if cp > 1 and seq_length % (2 * cp):
-        raise ConfigurationError(
+        found.error(
+            "sequence-multiple-of-2cp",
             f"`seq_length` ({seq_length}) must be a multiple of 2 x `cp` ({cp}) = {2 * cp} for"
-            f" context parallelism; use {_nearest_multiples(seq_length, 2 * cp)} tokens."
+            " context parallelism",
+            f"use {_nearest_multiples(seq_length, 2 * cp)} tokens",
+            seq_length=seq_length,
+            cp=cp,
         )
-    if tp > 1 and seq_length % (tp * cp):
-        raise ConfigurationError(
+    elif tp > 1 and seq_length % (tp * cp):
+        found.error(
+            "sequence-multiple-of-tp",
             f"`seq_length` ({seq_length}) must be a multiple of `tp` ({tp}) x `cp` ({cp}) ="
-            f" {tp * cp} for sequence parallelism; use {_nearest_multiples(seq_length, tp * cp)}"
-            " tokens, or sequence_parallel=False."
+            f" {tp * cp} for sequence parallelism",
+            f"use {_nearest_multiples(seq_length, tp * cp)} tokens, or sequence_parallel=False",
+            seq_length=seq_length,
+            tp=tp,
+            cp=cp,
         )
 
 

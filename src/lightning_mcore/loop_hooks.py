@@ -21,6 +21,7 @@ from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
+from lightning_mcore.engine_fields import group_fields
 from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import agreeing_loader
@@ -78,10 +79,10 @@ class LoopStrategy(CheckpointStrategy):
         self.set_world_ranks()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer, self.lightning_module)
+        dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
         self._layout, self._switches = resolve_before_groups(
             self._request,
-            ModelDims.from_object(getattr(self.lightning_module, "model_dims", None)),
-            self._request.facts(self.precision_plugin, self.root_device),
+            self._request.facts(self.precision_plugin, self.root_device, dims=dims),
             world_size=self.world_size,
             rank=self.global_rank,
         )
@@ -92,7 +93,8 @@ class LoopStrategy(CheckpointStrategy):
             self.layout,
             device=self.root_device,
             timeout_s=self._timeout_s,
-            instances=self._request.optimizer_instances,
+            fields=group_fields(self._switches),
+            communicators=self._switches.nccl_communicators.effective,
         )
 
     @override

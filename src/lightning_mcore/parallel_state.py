@@ -9,15 +9,18 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_mcore._mcore import engine
+from lightning_mcore._mcore import groups as engine_groups
 from lightning_mcore.layout import Layout
 
 _SEED_STRIDE_PER_STAGE = 100
@@ -58,15 +61,30 @@ class ParallelState:
 
 
 def init_parallel_state(
-    layout: Layout, *, device: torch.device, timeout_s: float, instances: int
+    layout: Layout,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    communicators: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> ParallelState:
     """Creates the engine's groups, warms up the pipeline's connections and seeds random streams.
 
     Collective over the world.
+
+    Args:
+        layout: Sizes.
+        device: Of this rank.
+        timeout_s: Seconds after which a collective fails.
+        fields: Further arguments of the engine's ``initialize_model_parallel``.
+        communicators: NCCL settings by group.
     """
     _destroy_live(graceful=True)
-    engine.init_parallel_state(
-        layout, timeout_minutes=max(1, round(timeout_s / 60)), instances=instances
+    engine_groups.init_parallel_state(
+        layout,
+        timeout_minutes=max(1, round(timeout_s / 60)),
+        fields=fields,
+        communicators=communicators,
     )
     world_cpu = (
         dist.group.WORLD
@@ -74,7 +92,7 @@ def init_parallel_state(
         else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     )
     assert world_cpu is not None
-    groups = Groups(**engine.engine_groups(), world_cpu=world_cpu)
+    groups = Groups(**engine_groups.engine_groups(), world_cpu=world_cpu)
     if layout.pp > 1:
         _warm_up_pipeline(groups.pp, device)
     state = ParallelState(layout, groups, _agree_on_seed(layout, world_cpu))
@@ -107,9 +125,9 @@ def _destroy_live(*, graceful: bool) -> None:
     groups: list[dist.ProcessGroup] = []
     while _live:
         groups.append(_live.pop().groups.world_cpu)
-    if engine.parallel_state_exists():
-        groups += engine.all_groups()
-        engine.destroy_parallel_state()
+    if engine_groups.parallel_state_exists():
+        groups += engine_groups.all_groups()
+        engine_groups.destroy_parallel_state()
     if graceful and dist.is_initialized():
         for group in groups:
             if group is not dist.group.WORLD:
@@ -127,7 +145,7 @@ def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:
     """
     host = torch.get_rng_state()
     offset = state.layout.pp_rank if stage_index is None else 1 + stage_index
-    engine.seed_parallel_rng(state.seed + _SEED_STRIDE_PER_STAGE * offset)
+    engine_groups.seed_parallel_rng(state.seed + _SEED_STRIDE_PER_STAGE * offset)
     torch.set_rng_state(host)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -32,24 +33,25 @@ from lightning_mcore.engine_fields import (
     optimizer_fields,
 )
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
-from lightning_mcore.experts import (
-    ExpertFacts,
-    ExpertRequest,
-    ExpertSwitches,
-    check_expert_config,
-    probe_deep_ep,
-    resolve_experts,
-    wants_probe,
-)
-from lightning_mcore.findings import Findings, raise_errors
-from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
+from lightning_mcore.experts import ExpertRequest, check_expert_config, choose_experts
+from lightning_mcore.findings import raise_errors
+from lightning_mcore.layout import Layout, resolve_layout
 from lightning_mcore.optimizer import build_training, optimizer_kind
 from lightning_mcore.parallel_state import ParallelState
 from lightning_mcore.plain import init_weights
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
 from lightning_mcore.stage import Pipeline
-from lightning_mcore.switches import Facts, Switch, Switches, resolve_switches
+from lightning_mcore.switches import (
+    Facts,
+    Switches,
+    plan_switches,
+    resolve_switches,
+    validate,
+    with_picked_vpp,
+)
+from lightning_mcore.topology import Topology
+from lightning_mcore.version import installed_version
 
 # WeightAveraging came with Lightning 2.6.
 _AVERAGING_CALLBACKS = tuple(
@@ -66,10 +68,8 @@ class Request:
     sizes: ParallelSizes
     switches: SwitchRequest
     experts: ExpertRequest = field(default_factory=ExpertRequest)
-    ddp: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the engine's DDP config."""
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the engine's optimizer config."""
+    topology: Topology | None = None
+    """The machines, where the user states them."""
     init_from: str | Path | None = None
     """Checkpoint to load weights from."""
     seq_length: int | None = None
@@ -79,20 +79,10 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuses fields that are set elsewhere."""
-        check_ddp_fields(self.ddp)
-        check_optimizer_fields(self.optimizer)
-        engine.check_field_names(ddp=self.ddp, optimizer=self.optimizer)
-        if self.optimizer_instances > 1 and find_spec("einops") is None:
-            # megatron/core/parallel_state.py imports it for groups of several instances.
-            raise ConfigurationError(
-                f"`num_distributed_optimizer_instances` ({self.optimizer_instances}) needs the"
-                " package einops, which the engine imports for it; pip install einops."
-            )
-
-    @property
-    def optimizer_instances(self) -> int:
-        """Copies of the distributed optimizer's shards."""
-        return int(self.ddp.get("num_distributed_optimizer_instances", 1))
+        ddp, optimizer = self.switches.ddp, self.switches.optimizer
+        check_ddp_fields(ddp)
+        check_optimizer_fields(optimizer)
+        engine.check_field_names(ddp=ddp, optimizer=optimizer)
 
     def facts(
         self,
@@ -101,6 +91,8 @@ class Request:
         *,
         native: bool | None = None,
         optimizer: str | None = None,
+        dims: ModelDims | None = None,
+        per_token_loss: bool = False,
     ) -> Facts:
         """What is known about installation, hardware, model and optimizer; ``None`` if not yet."""
         return Facts(
@@ -110,34 +102,41 @@ class Request:
             native_model=native,
             optimizer=optimizer,
             has_te_or_apex=engine.has_te_or_apex(),
+            te_version=installed_version("transformer-engine"),
+            torch_version=installed_version("torch") or (),
+            has_fused_wgrad=find_spec("fused_weight_gradient_mlp_cuda") is not None,
+            has_einops=find_spec("einops") is not None,
             torch_norms_only=self.torch_norms_only,
-            num_optimizer_instances=self.optimizer_instances,
+            per_token_loss=per_token_loss,
+            dims=dims or ModelDims(),
+            topology=self.topology,
+            environment=os.environ,
         )
 
 
-def choose_experts(
-    request: Request, layout: Layout, facts: Facts, dims: ModelDims | None = None
-) -> ExpertSwitches:
-    """Decides the settings of expert layers, probing for packages where the choice needs it.
+def communicator_settings(given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    """NCCL settings by group, read from a YAML file where a path is given.
 
     Raises:
-        ConfigurationError: On every rank alike, as long as all nodes have the same packages.
+        ConfigurationError: If there is no such file, or it holds no mapping.
     """
-    known = ExpertFacts(
-        engine_version=facts.engine_version,
-        on_gpu=facts.on_gpu,
-        precision=facts.precision,
-        num_experts=None if dims is None else dims.num_moe_experts,
-        native_model=facts.native_model,
-        te_version=engine.te_version(),
-        max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-    )
-    if wants_probe(request.experts, layout, known):
-        known = dataclasses.replace(known, package=probe_deep_ep())
-    findings = Findings()
-    chosen = resolve_experts(request.experts, layout, known, findings)
-    raise_errors(findings.sorted())
-    return chosen
+    if given is None:
+        return {}
+    if not isinstance(given, (str, Path)):
+        return given
+    try:
+        read = yaml.safe_load(Path(given).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            f"`nccl_communicators` ({str(given)!r}) must be a readable YAML file: {error}; use"
+            " {'dp_cp': {'max_ctas': 16}}, for example."
+        ) from error
+    if not isinstance(read, Mapping):
+        raise ConfigurationError(
+            f"`nccl_communicators` ({str(given)!r}) must hold a mapping from process group to"
+            f" settings, but holds {type(read).__name__}; use dp_cp: {{max_ctas: 16}}."
+        )
+    return read
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -183,21 +182,18 @@ def _check_callbacks(found: Sequence[object]) -> None:
 
 
 def resolve_before_groups(
-    request: Request, dims: ModelDims, facts: Facts, *, world_size: int, rank: int
+    request: Request, facts: Facts, *, world_size: int, rank: int
 ) -> tuple[Layout, Switches]:
     """Validates everything that is known before process groups exist.
 
     Raises:
-        ConfigurationError: On every rank alike.
+        ConfigurationError: With all errors at once, on every rank alike.
     """
-    sizes = request.sizes
-    if request.switches.overlap_p2p is True and sizes.vpp is None and sizes.pp > 1:
-        sizes = dataclasses.replace(sizes, vpp=pick_vpp(dims, sizes.pp))
+    sizes = with_picked_vpp(request.sizes, request.switches, facts.dims)
     layout = resolve_layout(sizes, world_size, rank)
-    switches = resolve_switches(request.switches, layout, facts)
-    check_model_dims(dims, layout, sequence_parallel=switches.sequence_parallel.effective)
-    choose_experts(request, layout, facts, dims)
-    return layout, switches
+    _, of_experts = choose_experts(request.experts, layout, facts)
+    raise_errors([*validate(request.switches, layout, facts), *of_experts])
+    return layout, resolve_switches(request.switches, layout, facts)
 
 
 def fields_for_model(
@@ -212,7 +208,9 @@ def fields_for_model(
     facts = request.facts(precision, device, native=native)
     switches = resolve_switches(request.switches, layout, facts)
     fields = model_fields(layout, switches, precision.engine_fields(native=native), device)
-    return fields | choose_experts(request, layout, facts).model_fields
+    experts, findings = choose_experts(request.experts, layout, facts)
+    raise_errors(findings)
+    return fields | experts.model_fields
 
 
 def build_model(
@@ -280,13 +278,18 @@ def prepare_run(
         )
     torch_optimizer = make_optimizer() if make_optimizer is not None else None
     kind = optimizer_kind(torch_optimizer) if torch_optimizer is not None else None
-    facts = request.facts(precision, device, native=native, optimizer=kind)
-    switches = resolve_switches(request.switches, layout, facts)
-    if "grad_reduce_in_fp32" in request.ddp:
-        asked = bool(request.ddp["grad_reduce_in_fp32"])
-        switch = Switch("grad_reduce_in_fp32", asked, asked, "requested in `ddp`")
-        switches = dataclasses.replace(switches, grad_reduce_in_fp32=switch)
-    experts = choose_experts(request, layout, facts)
+    facts = request.facts(
+        precision,
+        device,
+        native=native,
+        optimizer=kind,
+        dims=ModelDims.from_object(getattr(module, "model_dims", None)),
+        per_token_loss=bool(getattr(config, "calculate_per_token_loss", False)),
+    )
+    switches, findings = plan_switches(request.switches, layout, facts)
+    experts, of_experts = choose_experts(request.experts, layout, facts)
+    findings = [*findings, *of_experts]
+    raise_errors(findings)
     check_expert_config(config, layout, experts, plans=all(map(moe.has_schedule_plan, inner)))
     moe.mark_expert_parameters(inner, tp=layout.tp, etp=layout.etp)
     optimizer = None
@@ -297,9 +300,9 @@ def prepare_run(
             torch_optimizer,
             trainable_names(inner),
             switches,
-            ddp_fields(switches, request.ddp) | experts.ddp_fields,
+            ddp_fields(switches, request.switches.ddp) | experts.ddp_fields,
             optimizer_fields(
-                switches, precision.optimizer_fields(native=native), request.optimizer
+                switches, precision.optimizer_fields(native=native), request.switches.optimizer
             ),
         )
     run = ModelRun(
@@ -314,6 +317,7 @@ def prepare_run(
         device=device,
         micro_batch_size=request.switches.micro_batch_size,
         seq_length=request.seq_length,
+        findings=findings,
         optimizer=optimizer,
     )
     return run, facts

@@ -24,6 +24,7 @@ from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.experts import ExpertSwitches
+from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
 from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
 from lightning_mcore.metrics import set_batch_value
@@ -60,6 +61,8 @@ class ModelRun:
     device: torch.device
     micro_batch_size: int | None
     seq_length: int | None = None
+    findings: Sequence[Finding] = ()
+    """Warnings and hints about the settings."""
     optimizer: EngineOptimizer | None = None
     stats: StepStats | None = None
     randomness: StepRandomness | None = None
@@ -135,6 +138,7 @@ class ModelRun:
             micro_batch_size=self.micro_batch_size,
             pp=layout.pp,
             interleaved=layout.vpp is not None,
+            group_size=self.switches.microbatch_group_size_per_vp_stage.effective,
             regular_batch_size=self._regular_batch_size,
             split=getattr(self.module, "split_batch", None),
         )
@@ -147,6 +151,7 @@ class ModelRun:
                 run,
                 log,
                 loss_scale=1.0 / accumulate,
+                first=self._starts_accumulation,
                 sync=sync,
                 may_skip=layout.world_size == 1,
             )
@@ -217,6 +222,8 @@ class ModelRun:
         """
         if self._hooks_wanted and on != self._hooks_on:
             engine.set_forward_pre_hooks(self.chunks, on)
+            if self.switches.align_param_gather.effective:
+                engine.set_param_sync(self.chunks, on)
             self._hooks_on = on
 
     def start_evaluation(self) -> None:
@@ -290,6 +297,7 @@ class ModelRun:
             num_parameters=total,
             num_parameters_per_rank=per_rank,
             max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+            findings=self.findings,
         )
 
     def _metric_path(self, metric: nn.Module) -> str:

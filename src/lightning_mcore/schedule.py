@@ -68,6 +68,8 @@ class StepRunner:
         self._step_context = step_context
         self._seq_length = seq_length
         self._shapes: dict[Any, tuple[int, int]] = {}
+        config: Any = self._chunks[0].config
+        self._pp = int(config.pipeline_model_parallel_size)
 
     def train(
         self,
@@ -76,6 +78,7 @@ class StepRunner:
         log: StepLog,
         *,
         loss_scale: float,
+        first: bool = True,
         sync: bool,
         may_skip: bool = False,
     ) -> list[MicrobatchOutput]:
@@ -86,6 +89,8 @@ class StepRunner:
             run: Microbatches of the batch.
             log: Where its log calls go.
             loss_scale: Factor on the loss before the backward pass (1 / accumulated batches).
+            first: Whether parameters may have changed since the last batch: not in the later
+                batches of an accumulation, which need not gather them again.
             sync: Whether to reduce gradients over data parallel at the end; not in the earlier
                 batches of an accumulation.
             may_skip: Whether the step may return ``None`` for no loss: in one process only.
@@ -110,6 +115,8 @@ class StepRunner:
             config: Any = self._chunks[0].config
             engine_scale = config.grad_scale_func
             changes["grad_scale_func"] = lambda value: engine_scale(value) * loss_scale
+        if not first:
+            changes["param_sync_func"] = None
         if not sync:
             changes |= dict.fromkeys(
                 ("finalize_model_grads_func", "grad_sync_func", "no_sync_func")
@@ -134,7 +141,9 @@ class StepRunner:
         outputs: list[MicrobatchOutput] = []
         # Lightning evaluates in inference mode, whose tensors may be cached inside the model
         # (rotary embeddings, masks) and then fail in the next backward pass.
-        with torch.inference_mode(False), torch.no_grad():
+        # Batches of any size: groups of the smallest size, as fillers complete (``batch``).
+        smallest = {"microbatch_group_size_per_vp_stage": self._pp}
+        with torch.inference_mode(False), torch.no_grad(), self._config_changed(smallest):
             for run in runs:
                 outputs += self._run(step, run, log, on_last, forward_only=True)
         return outputs

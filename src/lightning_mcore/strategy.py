@@ -4,47 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from lightning_mcore.build import Factory
-from lightning_mcore.config import ParallelSizes, SwitchRequest
+from lightning_mcore.config import Auto, Comm, CpCommType, Fsdp, ParallelSizes, SwitchRequest
 from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.experts import ExpertRequest, MoEDispatcher, OverlapMoE
 from lightning_mcore.loop_hooks import LoopStrategy
 from lightning_mcore.optimizer import StepStats
-from lightning_mcore.prepare import Request, build_model
+from lightning_mcore.prepare import Request, build_model, communicator_settings
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.switches import Switches
-
-Auto = bool | Literal["auto"]
+from lightning_mcore.topology import Topology
 
 
 class MCoreStrategy(LoopStrategy):
     """Trains a LightningModule on Megatron-Core with tensor, pipeline and data parallelism.
 
+    Switches take ``True``, ``False`` (obeyed or refused, never changed) or ``"auto"``. What each
+    needs, excludes and gains, and how to see it working, is in docs/switches.md.
+
     Args:
-        tp: Tensor-parallel size: ranks that share each layer.
+        tp: Tensor-parallel size: ranks that share each layer. Keep it inside an NVLink domain.
         pp: Pipeline size: ranks that hold consecutive stages of layers.
         vpp: Chunks per pipeline rank. ``None``: one chunk, 1F1B. 2 or more: interleaved 1F1B.
         cp: Context-parallel size: ranks that share each sequence.
         ep: Expert-parallel size: ranks that hold different experts.
         etp: Tensor-parallel size of experts. ``None``: like ``tp``.
+        comm: What ``"auto"`` means for switches that overlap communication. ``"safe"``: none, the
+            baseline to compare with. ``"auto"``: what is known to help here. ``"max"``: all that
+            can work.
+        topology: The machines, for placing groups. ``None``: unknown, or found by a probe.
         micro_batch_size: Samples in a microbatch. ``None``: the whole batch without pipelining,
             1 with it.
         sequence_parallel: Splits activations between tensor-parallel regions along the sequence.
-        overlap_grad_reduce: Reduces gradients bucket by bucket during the backward pass.
-        overlap_param_gather: Gathers updated parameters during the next forward pass.
-        use_distributed_optimizer: Shards optimizer state over data parallel (ZeRO-1).
+            Needs ``tp >= 2`` and Megatron layers; must be on with ``ep > 1``. Saves memory; the
+            header shows it.
+        tp_comm_overlap: Hides tensor-parallel transfers under matrix products (userbuffers). Needs
+            GPUs, TransformerEngine, ``sequence_parallel`` and one NVLink domain.
+        overlap_grad_reduce: Reduces gradients bucket by bucket during the backward pass. Needs a
+            gradient for every parameter in every step. Helps with ``dp > 1``; in a profile,
+            reduce-scatters run beside the backward pass, from the second step on.
+        overlap_param_gather: Gathers updated parameters during the next forward pass. Needs
+            ``use_distributed_optimizer``, ``overlap_grad_reduce`` and Megatron layers.
+        use_distributed_optimizer: Shards optimizer state over data parallel (ZeRO-1). Needs Adam or
+            AdamW, and not ``precision="bf16-true"``.
+        num_distributed_optimizer_instances: Copies of the optimizer's shards. ``None``: 1. More
+            gather nearby and cost memory; must divide ``dp x cp``; excludes ``overlap_grad_reduce``
+            before megatron-core 0.17.
+        bucket_size: Elements per gradient bucket. ``None``: the engine's ``max(40M, 1M x dp)``.
+            Needs ``overlap_grad_reduce``; splits the first stage only.
+        grad_reduce_in_fp32: Accumulates and reduces gradients in fp32. ``"auto"``: with the mixed
+            precisions. Needs fp32 main parameters.
+        average_in_collective: Lets NCCL divide the sum of gradients. Needs GPUs; excludes the
+            engine's ``calculate_per_token_loss``.
+        nccl_ub: Registers gradient and parameter buffers with NCCL, which then takes fewer SMs.
+            Switches NVLink multicast on, so it is refused with ``NCCL_NVLS_ENABLE=0``.
+        fsdp: Megatron-FSDP. Refused, with the reason.
         overlap_p2p: Overlaps pipeline sends and receives with compute; needs ``vpp >= 2``. ``True``
             with ``vpp=None`` picks the smallest ``vpp`` that divides ``model_dims['num_layers']``.
+        overlap_p2p_warmup_flush: Does so while the pipeline fills and drains. Needs
+            ``overlap_p2p``.
+        batch_p2p: Sends and receives in one batch. Excludes ``overlap_p2p``; refused at ``pp=2``
+            with ``vpp``, where the engine mixes up its messages.
+        microbatch_group_size_per_vp_stage: Microbatches that a chunk runs in a row. ``None``:
+            ``pp``. Between ``pp`` and the number of microbatches; more hides more and keeps more
+            activations.
+        defer_embedding_wgrad: Computes the output layer's weight gradient while the pipeline
+            drains. Needs ``pp >= 2`` and Apex.
+        cp_comm_type: How context-parallel ranks exchange keys and values: a ring (``"p2p"``),
+            ``"all_gather"``, all-to-all over heads (``"a2a"``), or both (``"a2a+p2p"``).
+        nccl_communicators: NCCL settings by process group, ``{"dp_cp": {"max_ctas": 16}}``, or the
+            path of a YAML file with them.
+        high_priority_streams: Process groups whose kernels go first, ``["tp", "dp_cp"]``.
         moe_dispatcher: What moves tokens to their experts: ``"allgather"``, ``"alltoall"``,
             ``"deepep"`` or ``"hybridep"``, or ``"auto"`` to go by the topology.
         overlap_moe: ``"1f1b"`` moves tokens during the compute of another microbatch,
             ``"shared_experts"`` during that of shared experts; ``False`` does not.
         delay_wgrad_compute: Computes weight gradients apart, with ``overlap_moe="1f1b"``.
-        bucket_size: Elements per gradient bucket. ``None``: the engine's ``max(40M, 1M x dp)``.
         seq_length: Tokens per sample, only where the model call has no token ids of shape
             ``[b, s]`` to read it from.
         ddp: Further fields of the engine's DistributedDataParallelConfig.
@@ -56,7 +95,7 @@ class MCoreStrategy(LoopStrategy):
     Raises:
         ConfigurationError: For sizes and switches that cannot work, as soon as it can be known: for
             the sizes alone here, with the world size, the hardware and the LightningModule's
-            optional ``model_dims`` before any process group exists.
+            optional ``model_dims`` before any process group exists. All errors are told at once.
     """
 
     strategy_name = "mcore"
@@ -70,16 +109,31 @@ class MCoreStrategy(LoopStrategy):
         ep: int = 1,
         etp: int | None = None,
         *,
+        comm: Comm = "auto",
+        topology: Topology | None = None,
         micro_batch_size: int | None = None,
         sequence_parallel: Auto = "auto",
+        tp_comm_overlap: Auto = "auto",
         overlap_grad_reduce: Auto = "auto",
         overlap_param_gather: Auto = "auto",
         use_distributed_optimizer: Auto = "auto",
+        num_distributed_optimizer_instances: int | None = None,
+        bucket_size: int | None = None,
+        grad_reduce_in_fp32: Auto = "auto",
+        average_in_collective: Auto = "auto",
+        nccl_ub: Auto = "auto",
+        fsdp: Fsdp | None = None,
         overlap_p2p: Auto = "auto",
+        overlap_p2p_warmup_flush: Auto = "auto",
+        batch_p2p: Auto = "auto",
+        microbatch_group_size_per_vp_stage: int | None = None,
+        defer_embedding_wgrad: Auto = "auto",
+        cp_comm_type: CpCommType | None = None,
+        nccl_communicators: dict[str, dict[str, Any]] | str | Path | None = None,
+        high_priority_streams: list[str] | None = None,
         moe_dispatcher: MoEDispatcher = "auto",
         overlap_moe: OverlapMoE = "auto",
         delay_wgrad_compute: bool = False,
-        bucket_size: int | None = None,
         seq_length: int | None = None,
         ddp: dict[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
@@ -90,21 +144,36 @@ class MCoreStrategy(LoopStrategy):
         request = Request(
             sizes=ParallelSizes(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp),
             switches=SwitchRequest(
+                comm=comm,
                 sequence_parallel=sequence_parallel,
+                tp_comm_overlap=tp_comm_overlap,
                 overlap_grad_reduce=overlap_grad_reduce,
                 overlap_param_gather=overlap_param_gather,
                 use_distributed_optimizer=use_distributed_optimizer,
-                overlap_p2p=overlap_p2p,
+                num_distributed_optimizer_instances=num_distributed_optimizer_instances,
                 bucket_size=bucket_size,
+                grad_reduce_in_fp32=grad_reduce_in_fp32,
+                average_in_collective=average_in_collective,
+                nccl_ub=nccl_ub,
+                fsdp=fsdp,
+                overlap_p2p=overlap_p2p,
+                overlap_p2p_warmup_flush=overlap_p2p_warmup_flush,
+                batch_p2p=batch_p2p,
+                microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+                defer_embedding_wgrad=defer_embedding_wgrad,
+                cp_comm_type=cp_comm_type,
+                nccl_communicators=communicator_settings(nccl_communicators),
+                high_priority_streams=tuple(high_priority_streams or ()),
                 micro_batch_size=micro_batch_size,
+                ddp=ddp or {},
+                optimizer=optimizer or {},
             ),
             experts=ExpertRequest(
                 moe_dispatcher=moe_dispatcher,
                 overlap_moe=overlap_moe,
                 delay_wgrad_compute=delay_wgrad_compute,
             ),
-            ddp=ddp or {},
-            optimizer=optimizer or {},
+            topology=topology,
             init_from=init_from,
             seq_length=seq_length,
         )

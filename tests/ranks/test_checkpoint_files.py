@@ -64,9 +64,7 @@ def on_rank(function):
         dist.init_process_group("gloo")
         layout = resolve_layout(ParallelSizes(**(sizes or {})), world_size, rank)
         with CpuAdapter():
-            state = init_parallel_state(
-                layout, device=torch.device("cpu"), timeout_s=60, instances=1
-            )
+            state = init_parallel_state(layout, device=torch.device("cpu"), timeout_s=60)
             seed_stage(state)
             result = function(layout, state.groups, *args, **kwargs)
             dist.barrier()

@@ -242,9 +242,7 @@ BIASED = {
 def _part(path: str | None, save: str | None, until: int, strategy: dict[str, Any]) -> Any:
     run = training(**BIASED)
     watch = Watch()
-    trainer = make_trainer(
-        {**strategy, "micro_batch_size": 1}, callbacks=[watch], max_steps=until
-    )
+    trainer = make_trainer({**strategy, "micro_batch_size": 1}, callbacks=[watch], max_steps=until)
     dp = world_size() // (strategy.get("tp", 1) * strategy.get("pp", 1))
     module = ParityGPT(run)
     data = InOrder(token_dataset(run.samples), GLOBAL_BATCH // dp)
@@ -264,15 +262,9 @@ def test_training_goes_on_under_other_expert_parallel_sizes(tmp_path):
     """
     whole = run_ranks(_part, 1, None, None, STEPS, {})[0]
     first = run_ranks(_part, 2, None, str(tmp_path / "a.ckpt"), 2, {"ep": 2})[0]
-    second = run_ranks(
-        _part, 1, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), 3, {}
-    )[0]
-    third = run_ranks(
-        _part, 4, str(tmp_path / "b.ckpt"), str(tmp_path / "c.ckpt"), 4, {"ep": 4}
-    )[0]
-    last = run_ranks(
-        _part, 2, str(tmp_path / "c.ckpt"), None, STEPS, {"tp": 2, "ep": 2, "etp": 1}
-    )
+    second = run_ranks(_part, 1, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), 3, {})[0]
+    third = run_ranks(_part, 4, str(tmp_path / "b.ckpt"), str(tmp_path / "c.ckpt"), 4, {"ep": 4})[0]
+    last = run_ranks(_part, 2, str(tmp_path / "c.ckpt"), None, STEPS, {"tp": 2, "ep": 2, "etp": 1})
     parts = [first, second, third, last[0]]
     losses = [loss for part in parts for loss in part.losses]
     norms = [norm for part in parts for norm in part.grad_norms]

@@ -122,8 +122,8 @@ def test_request_sizes(name: str, value: object) -> None:
         ({"num_query_groups": None}, ModelDims()),
         (ModelDims(num_moe_experts=8), ModelDims(num_moe_experts=8)),
         (
-            SimpleNamespace(num_layers=4, num_attention_heads=8, hidden_size=64),
-            ModelDims(num_layers=4, num_attention_heads=8),
+            SimpleNamespace(num_layers=4, num_attention_heads=8, hidden_size=64, vocab=9),
+            ModelDims(num_layers=4, num_attention_heads=8, hidden_size=64),
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_model_dims_are_read_from_what_users_have(source: object, expected: Mode
         ({"layers": 4, "heads": 2}, r"unknown keys \['heads', 'layers'\]; use any of"),
         ({"num_layers": 0}, r"`num_layers` of `model_dims` \(0\) must be an integer"),
         ({"seq_length": "32"}, r"`seq_length` of `model_dims` \('32'\).*use seq_length=32"),
-        (SimpleNamespace(hidden_size=64), r"`model_dims` \(SimpleNamespace\) must be a mapping"),
+        (SimpleNamespace(vocab=64), r"`model_dims` \(SimpleNamespace\) must be a mapping"),
         (4, r"`model_dims` \(int\) must be a mapping"),
     ],
 )

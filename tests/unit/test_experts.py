@@ -1,4 +1,4 @@
-"""Settings of expert layers: what is chosen and why, every refusal, and plans for other machines."""
+"""Settings of expert layers: what is chosen and why, every refusal, plans for other machines."""
 
 from __future__ import annotations
 
@@ -189,9 +189,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("base", "sizes", "request_", "change", "relation", "fix"),
                          [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])  # fmt: skip
-def test_what_cannot_work_is_an_error_with_a_way_out(
-    base, sizes, request_, change, relation, fix
-):
+def test_what_cannot_work_is_an_error_with_a_way_out(base, sizes, request_, change, relation, fix):
     facts = dataclasses.replace(base, **change)
     _, findings = resolve(facts, sizes=sizes, **request_)
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -375,9 +373,7 @@ def test_plan_says_what_is_missing_there():
 
 
 def test_allgather_sends_every_token_to_every_rank():
-    plan = plan_experts(
-        128, 8, ONE_NODE, request=ExpertRequest(moe_dispatcher="allgather"), **QWEN
-    )
+    plan = plan_experts(128, 8, ONE_NODE, request=ExpertRequest(moe_dispatcher="allgather"), **QWEN)
     assert plan.token_copies == 7
 
 

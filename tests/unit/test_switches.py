@@ -74,7 +74,7 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[int, dict[str, Any]], dict[str, A
     ("use_distributed_optimizer", {}, DP2, CPU | {"precision": "16-mixed"}, True, "dp = 2"),
     ("use_distributed_optimizer", {"overlap_param_gather": True}, ONE, CPU | MEGATRON, True,
      "overlap_param_gather=True needs it"),
-    ("use_distributed_optimizer", {}, DP2, CPU | {"num_optimizer_instances": 2}, True,
+    ("use_distributed_optimizer", {"num_distributed_optimizer_instances": 2}, DP2, CPU, True,
      "2 optimizer instances need it"),
     ("use_distributed_optimizer", {"use_distributed_optimizer": True}, DP2, CPU, True,
      "requested"),
@@ -102,11 +102,11 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[int, dict[str, Any]], dict[str, A
     ("overlap_grad_reduce", {"overlap_grad_reduce": False}, DP2, CPU, False, "requested"),
     ("overlap_grad_reduce", {"overlap_param_gather": True}, ONE, CPU | MEGATRON, True,
      "overlap_param_gather=True needs it"),
-    ("overlap_grad_reduce", {}, DP2,
-     CPU | {"engine_version": (0, 16, 1), "num_optimizer_instances": 2}, False,
+    ("overlap_grad_reduce", {"num_distributed_optimizer_instances": 2}, DP2,
+     CPU | {"engine_version": (0, 16, 1)}, False,
      "wrong gradients with 2 optimizer instances on megatron-core 0.16.1"),
-    ("overlap_grad_reduce", {}, DP2,
-     CPU | {"engine_version": (0, 17, 0), "num_optimizer_instances": 2}, True, "dp = 2"),
+    ("overlap_grad_reduce", {"num_distributed_optimizer_instances": 2}, DP2,
+     CPU | {"engine_version": (0, 17, 0)}, True, "dp = 2"),
     # overlap_param_gather
     ("overlap_param_gather", {}, DP2, CPU | MEGATRON, True,
      "distributed optimizer with overlap_grad_reduce"),
@@ -212,21 +212,21 @@ REFUSALS: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any],
      "overlap_param_gather='auto'"),
     ({"overlap_param_gather": True}, DP2, CPU | {"native_model": True, "optimizer": "adamw"},
      "`overlap_param_gather` (True) needs Megatron layers", "overlap_param_gather='auto'"),
-    ({"overlap_grad_reduce": True}, DP2,
-     CPU | {"engine_version": (0, 16, 1), "num_optimizer_instances": 2},
+    ({"overlap_grad_reduce": True, "num_distributed_optimizer_instances": 2}, DP2,
+     CPU | {"engine_version": (0, 16, 1)},
      "`overlap_grad_reduce` (True) with `num_distributed_optimizer_instances` (2) gives wrong"
      " gradients on megatron-core 0.16.1", "use megatron-core 0.17 or newer"),
-    ({"overlap_param_gather": True}, DP2,
-     CPU | {"engine_version": (0, 16, 1), "num_optimizer_instances": 2},
+    ({"overlap_param_gather": True, "num_distributed_optimizer_instances": 2}, DP2,
+     CPU | {"engine_version": (0, 16, 1)},
      "`overlap_param_gather` (True) needs `overlap_grad_reduce` (False: wrong gradients with 2",
      "overlap_param_gather='auto'"),
-    ({}, DP2, CPU | {"num_optimizer_instances": 3},
+    ({"num_distributed_optimizer_instances": 3}, DP2, CPU,
      "dp x cp (2) must be a multiple of `num_distributed_optimizer_instances` (3)",
      "divides 2"),
-    ({}, (4, {"ep": 4}), CPU | {"num_optimizer_instances": 2},
+    ({"num_distributed_optimizer_instances": 2}, (4, {"ep": 4}), CPU,
      "expert data-parallel size (1) must be a multiple of `num_distributed_optimizer_instances`"
      " (2)", "divides 1"),
-    ({"use_distributed_optimizer": False}, DP2, CPU | {"num_optimizer_instances": 2},
+    ({"use_distributed_optimizer": False, "num_distributed_optimizer_instances": 2}, DP2, CPU,
      "`num_distributed_optimizer_instances` (2) needs `use_distributed_optimizer`, which is off"
      " (requested)", "use num_distributed_optimizer_instances=1"),
     ({"overlap_p2p": True}, DP2, CPU,
@@ -369,6 +369,11 @@ def test_the_silently_wrong_schedule_is_refused_on_every_version() -> None:
 
 def test_derived_switches_carry_no_request() -> None:
     got = _resolve(1, sizes={}, facts=CPU)
-    for name in ("batch_p2p", "deallocate_pipeline_outputs", "grad_reduce_in_fp32"):
+    for name in (
+        "align_param_gather",
+        "deallocate_pipeline_outputs",
+        "hierarchical_context_parallel_sizes",
+    ):
         assert getattr(got, name).requested is None
-    assert got.overlap_p2p.requested == "auto"
+    for name in ("overlap_p2p", "batch_p2p", "grad_reduce_in_fp32"):
+        assert getattr(got, name).requested == "auto"

@@ -1,6 +1,6 @@
-"""Engine calls that build parallel state, wrap chunks, and run schedules and optimizers.
+"""Engine calls that wrap chunks, and run schedules and optimizers.
 
-What enters and leaves are plain values, torch modules and process groups; which ranks must call is
+What enters and leaves are plain values and torch modules; which ranks must call is
 said per function. Everything here exists on megatron-core 0.16.1 and 0.19.2 unless noted.
 """
 
@@ -10,11 +10,9 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
@@ -22,7 +20,7 @@ with warnings.catch_warnings():
     # states it once instead.
     warnings.simplefilter("ignore")
     from megatron.core import __version__ as _engine_version
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -42,7 +40,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lightning_mcore.errors import ConfigurationError
-from lightning_mcore.layout import Layout
 
 ENGINE_VERSION: str = _engine_version.split("+")[0]
 """Version of megatron-core. The engine appends the git commit of whatever repository encloses its
@@ -69,87 +66,6 @@ def has_te_or_apex() -> bool:
     from megatron.core import optimizer as engine_optimizer
 
     return not engine_optimizer.USING_PYTORCH_OPTIMIZER
-
-
-def te_version() -> tuple[int, ...] | None:
-    """Release numbers of TransformerEngine; ``None`` if it is not installed."""
-    try:
-        release = version("transformer-engine")
-    except PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in release.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-# ------------------------------------------------------------------------------ parallel state
-
-
-def init_parallel_state(layout: Layout, *, timeout_minutes: int, instances: int) -> None:
-    """Creates the engine's process groups. Collective over the world."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        num_distributed_optimizer_instances=instances,
-        distributed_timeout_minutes=timeout_minutes,
-    )
-
-
-def destroy_parallel_state() -> None:
-    """Forgets the engine's process groups and buffers. Every rank calls it."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_global_memory_buffer()
-
-
-def parallel_state_exists() -> bool:
-    """Whether the engine holds parallel state in this process, ours or another Trainer's."""
-    return bool(parallel_state.model_parallel_is_initialized())
-
-
-def engine_groups() -> dict[str, dist.ProcessGroup]:
-    """The engine's groups of this rank by short name."""
-    return {
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "cp": parallel_state.get_context_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-        "dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "ep": parallel_state.get_expert_model_parallel_group(),
-        "mp": parallel_state.get_model_parallel_group(),
-    }
-
-
-def all_groups() -> list[dist.ProcessGroup]:
-    """Every process group that the engine holds, in the same order on all ranks.
-
-    ``destroy_model_parallel`` destroys few of them and forgets the rest, which then live as long as
-    the process.
-    """
-    found: dict[int, dist.ProcessGroup] = {}
-
-    def collect(value: Any) -> None:
-        if isinstance(value, dist.ProcessGroup):
-            found.setdefault(id(value), value)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                collect(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                collect(item)
-
-    for value in list(vars(parallel_state).values()):
-        collect(value)
-    return list(found.values())
-
-
-def seed_parallel_rng(seed: int) -> None:
-    """Seeds the engine's RNG tracker: one stream per tensor-parallel rank, one shared.
-
-    The device's default generator is set to ``seed`` as well (the engine does both at once).
-    """
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 # ------------------------------------------------------------------------------ configs
@@ -238,6 +154,17 @@ def set_forward_pre_hooks(chunks: Sequence[Any], enabled: bool, *, sync: bool = 
             chunk.enable_forward_pre_hook()
         else:
             chunk.disable_forward_pre_hook(param_sync=sync)
+
+
+def set_param_sync(chunks: Sequence[Any], enabled: bool) -> None:
+    """Lets the interleaved schedule start gathers of parameters, on all stages at the same time.
+
+    Goes with the hooks: both are off until gradient hooks have fired once (as in Megatron-LM,
+    training.py). The engine starts those of the first two chunks at once (schedules.py).
+    """
+    functions = [chunk.start_param_sync for chunk in chunks] if enabled else None
+    for chunk in chunks:
+        chunk.config.param_sync_func = functions
 
 
 def gather_parameters(chunks: Sequence[Any]) -> None:

@@ -8,6 +8,7 @@ from lightning_mcore.experts.dispatcher import wants_probe
 from lightning_mcore.experts.plan import ExpertPlan, plan_experts
 from lightning_mcore.experts.probe import probe_deep_ep
 from lightning_mcore.experts.resolve import check_expert_config, resolve_experts
+from lightning_mcore.experts.setup import choose_experts
 from lightning_mcore.experts.values import (
     Dispatcher,
     ExpertFacts,
@@ -28,6 +29,7 @@ __all__ = [
     "MoEDispatcher",
     "OverlapMoE",
     "check_expert_config",
+    "choose_experts",
     "plan_experts",
     "probe_deep_ep",
     "resolve_experts",

@@ -114,7 +114,6 @@ def plan_experts(
         engine_version=engine_version,
         on_gpu=topology.arch != "cpu",
         precision=precision,
-        num_experts=num_experts,
         topology=topology,
         package=package
         or FlexPackage(version="supposed to be there", has_hybridep=True, has_nvshmem=True),

@@ -101,8 +101,6 @@ class ExpertFacts:
     """Whether parameters live on CUDA devices."""
     precision: str
     """``Trainer(precision=...)``."""
-    num_experts: int | None = None
-    """Experts in a layer, as the LightningModule declares; ``None`` if it does not."""
     native_model: bool | None = None
     """``True`` for plain torch modules, ``None`` if unknown yet."""
     te_version: tuple[int, ...] | None = None

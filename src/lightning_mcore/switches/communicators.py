@@ -1,0 +1,109 @@
+"""Settings of NCCL communicators, by process group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore.config import SwitchRequest
+from lightning_mcore.findings import Findings
+from lightning_mcore.switches.values import Facts, Switch
+
+__all__ = ["GROUP_NAMES", "high_priority_streams", "nccl_communicators"]
+
+GROUP_NAMES = (
+    "cp", "dp", "dp_cp", "embd", "ep", "ep_dp", "ep_tp", "hcp", "inter_ep_dp",
+    "intra_dist_opt_instance", "intra_dp_cp", "intra_ep_dp", "mp", "pos_embd", "pp", "tp", "tp_cp",
+    "tp_dp", "tp_dp_cp", "tp_ep_mp", "tp_ep_pp",
+)  # fmt: skip
+"""Names for which the engine looks up settings (parallel_state.py, get_nccl_options); it ignores
+others without a word."""
+
+_SETTINGS: dict[str, tuple[type, str]] = {
+    "is_high_priority_stream": (bool, "True or False"),
+    "cga_cluster_size": (int, "an integer"),
+    "max_ctas": (int, "an integer"),
+    "min_ctas": (int, "an integer"),
+    "net_name": (str, "'IB' or 'Socket'"),
+}
+"""What the engine reads of a group's settings."""
+
+
+def nccl_communicators(
+    request: SwitchRequest, facts: Facts, findings: Findings
+) -> Switch[Mapping[str, Mapping[str, Any]]]:
+    """Settings by group, as the engine's ``nccl_communicator_config_path`` takes them."""
+    name, asked = "nccl_communicators", request.nccl_communicators
+    if not asked:
+        return Switch(name, None, {}, "NCCL's own choice")
+    if not facts.on_gpu:
+        # ProcessGroupNCCL.Options does not exist in a torch without CUDA.
+        findings.error(
+            "nccl-settings-need-gpu",
+            f"`{name}` ({sorted(asked)}) needs GPUs: gloo has no such settings",
+            f"use {name}=None on CPU",
+            on_gpu=False,
+        )
+    for group, settings in asked.items():
+        _check_group(name, group, findings)
+        if not isinstance(settings, Mapping):
+            findings.error(
+                "nccl-settings-unknown",
+                f"`{name}` has {settings!r} for {group!r}, which must be a mapping of settings",
+                f"use {{{group!r}: {{'max_ctas': 16}}}}, for example",
+                group=group,
+            )
+            continue
+        for setting, value in settings.items():
+            kind, wanted = _SETTINGS.get(setting, (None, ""))
+            if kind is None:
+                findings.error(
+                    "nccl-settings-unknown",
+                    f"`{name}` has a setting {setting!r} for {group!r}, which the engine ignores",
+                    f"use any of {', '.join(_SETTINGS)}",
+                    group=group,
+                    setting=setting,
+                )
+            elif not _is(value, kind) or (kind is str and value.lower() not in ("ib", "socket")):
+                findings.error(
+                    "nccl-settings-unknown",
+                    f"`{setting}` ({value!r}) for {group!r} in `{name}` must be {wanted}",
+                    f"use {wanted}",
+                    group=group,
+                    setting=setting,
+                    value=value,
+                )
+    return Switch(name, tuple(asked), asked, "requested")
+
+
+def high_priority_streams(
+    request: SwitchRequest, facts: Facts, findings: Findings
+) -> Switch[tuple[str, ...]]:
+    """Groups whose communication kernels go first when they compete with others for the GPU."""
+    name, asked = "high_priority_streams", tuple(request.high_priority_streams)
+    if not asked:
+        return Switch(name, None, (), "no group named")
+    if not facts.on_gpu:
+        findings.error(
+            "nccl-settings-need-gpu",
+            f"`{name}` ({list(asked)}) needs GPUs: a CPU has no streams",
+            f"use {name}=() on CPU",
+            on_gpu=False,
+        )
+    for group in asked:
+        _check_group(name, group, findings)
+    return Switch(name, asked, asked, "requested")
+
+
+def _check_group(name: str, group: object, findings: Findings) -> None:
+    if group not in GROUP_NAMES:
+        findings.error(
+            "nccl-group-unknown",
+            f"`{name}` names {group!r}, which is no group of the engine; it would be ignored",
+            f"use any of {', '.join(GROUP_NAMES)}",
+            group=group,
+        )
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

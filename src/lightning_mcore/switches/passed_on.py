@@ -1,0 +1,214 @@
+"""Rules for what is not a switch of ours: fields of ``ddp`` and ``optimizer``, sharding, versions.
+
+Many of them are checked by Megatron-LM's training script only, so that the core would accept the
+field and ignore it, or train something else.
+"""
+
+from __future__ import annotations
+
+from lightning_mcore.config import SwitchRequest
+from lightning_mcore.findings import Findings
+from lightning_mcore.layout import Layout
+from lightning_mcore.switches.values import PRECISIONS, Facts, Switch
+
+__all__ = [
+    "check_ddp_fields",
+    "check_expert_tensor_parallel",
+    "check_fsdp",
+    "check_optimizer_fields",
+    "check_precision",
+    "check_topology",
+]
+
+_FSDP_FIELDS = ("use_megatron_fsdp", "use_custom_fsdp")
+
+
+def check_precision(facts: Facts, findings: Findings) -> None:
+    """Dtypes that the engine can train in."""
+    if facts.precision not in PRECISIONS:
+        closest = "32-true" if facts.precision.startswith("64") else "bf16-mixed"
+        findings.error(
+            "precision-unknown",
+            f"`precision` ({facts.precision!r}) must be one of {', '.join(PRECISIONS)}",
+            f"use Trainer(precision={closest!r})",
+            precision=facts.precision,
+        )
+
+
+def check_expert_tensor_parallel(layout: Layout, facts: Facts, findings: Findings) -> None:
+    """What experts cut over several ranks need."""
+    if not facts.on_gpu and layout.ep > 1 and layout.etp > 1:
+        findings.error(
+            "etp-needs-gpu",
+            f"`etp` ({layout.etp}) with `ep` ({layout.ep}) needs GPUs: gloo cannot gather the"
+            " unequal numbers of tokens that ranks send to experts",
+            "use etp=1 on CPU",
+            etp=layout.etp,
+            ep=layout.ep,
+        )
+    te_experts = facts.on_gpu and facts.te_version is not None and not facts.native_model
+    if te_experts and layout.ep > 1 and layout.etp < layout.tp and facts.engine_version < (0, 19):
+        # optimizer.py, get_main_grads_for_grad_norm: duplicates are looked for over tp, also among
+        # experts, which etp < tp does not shard; 0.19 looks over etp (expert_tp_group).
+        findings.warning(
+            "expert-grad-norm-before-0.19",
+            f"`etp` ({layout.etp}) below `tp` ({layout.tp}) with `ep` ({layout.ep}) leaves experts"
+            " of TransformerEngine layers on all but the first tensor-parallel rank out of the"
+            f" gradient norm on megatron-core {facts.version_text}, before 0.19, and clipping"
+            " follows the norm",
+            "use megatron-core 0.19 or newer, or train without gradient_clip_val",
+            etp=layout.etp,
+            tp=layout.tp,
+            ep=layout.ep,
+            engine_version=facts.version_text,
+        )
+
+
+def check_topology(layout: Layout, facts: Facts, findings: Findings) -> None:
+    """Whether the ranks fit the machines, and tensor parallelism its NVLink domain."""
+    topology = facts.topology
+    if topology is None or not facts.on_gpu:
+        return
+    if layout.world_size > topology.num_gpus:
+        findings.error(
+            "topology-too-small",
+            f"`world_size` ({layout.world_size}) must be at most the {topology.num_gpus} GPUs of"
+            f" `topology` ({topology.nodes} nodes x {topology.gpus_per_node})",
+            f"use nodes={-(-layout.world_size // topology.gpus_per_node)} in the topology",
+            world_size=layout.world_size,
+            nodes=topology.nodes,
+            gpus_per_node=topology.gpus_per_node,
+        )
+    if layout.tp > 1 and topology.reach(layout.group_ranks("tp")) != "nvlink":
+        findings.warning(
+            "tp-leaves-nvlink",
+            f"`tp` ({layout.tp}) groups do not lie inside one NVLink domain of"
+            f" {topology.gpus_per_nvlink_domain} GPUs, and every layer waits for their transfers",
+            f"use tp={max(1, topology.gpus_per_nvlink_domain)} or less, and pp for the rest",
+            tp=layout.tp,
+            gpus_per_nvlink_domain=topology.gpus_per_nvlink_domain,
+        )
+
+
+def check_fsdp(request: SwitchRequest, findings: Findings) -> None:
+    """Megatron-FSDP stays closed."""
+    asked = request.fsdp
+    if asked is not None:
+        findings.error(
+            "fsdp-not-supported",
+            f"`fsdp` ({asked!r}) is not supported: Megatron-FSDP replaces the engine's gradient"
+            " buffers, which checkpoints, gradient norms and parameter gathers of this strategy"
+            " read, and it runs on GPUs only",
+            "use fsdp=None with the distributed optimizer (ZeRO-1) and tp, pp or ep for what does"
+            " not fit, or Lightning's FSDPStrategy",
+            fsdp=asked,
+        )
+    used = [name for name in _FSDP_FIELDS if request.ddp.get(name)]
+    if used:
+        findings.error(
+            "fsdp-not-supported",
+            f"`ddp` sets {used}, and Megatron-FSDP is not supported: it replaces the engine's"
+            " gradient buffers, which checkpoints, gradient norms and parameter gathers of this"
+            " strategy read",
+            "use the distributed optimizer (ZeRO-1) with tp, pp or ep for what does not fit",
+            **dict.fromkeys(used, True),
+        )
+
+
+def check_ddp_fields(
+    request: SwitchRequest,
+    facts: Facts,
+    findings: Findings,
+    *,
+    sharded: Switch[bool],
+    fp32: Switch[bool],
+    average: Switch[bool],
+) -> None:
+    """Fields of the engine's DDP config that exclude each other or would be ignored."""
+    ddp = request.ddp
+    instances = request.num_distributed_optimizer_instances or 1
+    if ddp.get("num_buckets") is not None:
+        # Read by Megatron-LM's training.py only.
+        findings.error(
+            "num-buckets-ignored",
+            f"`num_buckets` ({ddp['num_buckets']}) in `ddp` would be ignored by the engine's DDP",
+            "use bucket_size",
+            num_buckets=ddp["num_buckets"],
+        )
+    if ddp.get("reduce_scatter_with_fp32_accumulation"):
+        for holds, needed, fix in (
+            (
+                sharded.effective,
+                f"needs `use_distributed_optimizer` (False: {sharded.reason})",
+                "AdamW with use_distributed_optimizer=True",
+            ),
+            (
+                instances == 1,
+                f"needs one optimizer instance, not {instances}",
+                "num_distributed_optimizer_instances=1",
+            ),
+            (
+                not average.effective,
+                "excludes `average_in_collective` (True)",
+                "average_in_collective=False",
+            ),
+        ):
+            if not holds:
+                # param_and_grad_buffer.py and reduce_scatter_with_fp32_accumulation.py assert it.
+                findings.error(
+                    "fp32-accumulation-conflict",
+                    f"`reduce_scatter_with_fp32_accumulation` (True) in `ddp` {needed}",
+                    f"use {fix}, or leave it out",
+                    reduce_scatter_with_fp32_accumulation=True,
+                )
+    if ddp.get("param_name_patterns_for_fp32_local_accumulation") and fp32.effective:
+        # distributed_data_parallel_config.py: exclusive with grad_reduce_in_fp32.
+        findings.error(
+            "fp32-local-accumulation-conflict",
+            "`param_name_patterns_for_fp32_local_accumulation` in `ddp` excludes"
+            f" `grad_reduce_in_fp32` (True: {fp32.reason})",
+            "use grad_reduce_in_fp32=False, or leave the patterns out",
+            grad_reduce_in_fp32=True,
+        )
+    if ddp.get("check_for_nan_in_grad") and facts.precision == "16-mixed":
+        # With a dynamic loss scale an overflow is part of the game; the check would stop the run.
+        findings.error(
+            "nan-check-excludes-fp16",
+            "`check_for_nan_in_grad` (True) in `ddp` excludes `precision` ('16-mixed'), whose loss"
+            " scale is found by overflowing",
+            "use Trainer(precision='bf16-mixed'), or leave it out",
+            check_for_nan_in_grad=True,
+            precision=facts.precision,
+        )
+    for name in ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"):
+        if ddp.get(name):
+            # It must equal the model's and the optimizer's own field; nothing compares them.
+            findings.error(
+                "fp8-parameters-not-supported",
+                f"`{name}` (True) in `ddp` needs parameters in 8 or 4 bits, which this strategy"
+                " does not make yet: model, DDP and optimizer would disagree without a check",
+                "leave it out",
+                **{name: True},
+            )
+
+
+def check_optimizer_fields(request: SwitchRequest, findings: Findings) -> None:
+    """Fields of the engine's optimizer config that would not do what they say here."""
+    fields = request.optimizer
+    if fields.get("overlap_param_gather_with_optimizer_step"):
+        # Megatron-LM asserts: not with distributed checkpoints, which ours are.
+        findings.error(
+            "gather-with-step-not-supported",
+            "`overlap_param_gather_with_optimizer_step` (True) in `optimizer` excludes distributed"
+            " checkpoints, and this strategy writes no others",
+            "leave it out; overlap_param_gather=True hides the gather under the forward pass",
+            overlap_param_gather_with_optimizer_step=True,
+        )
+    if fields.get("use_layer_wise_distributed_optimizer"):
+        findings.error(
+            "layer-wise-optimizer-not-supported",
+            "`use_layer_wise_distributed_optimizer` (True) in `optimizer` needs the engine's own"
+            " Muon, but the optimizer comes from configure_optimizers here",
+            "leave it out",
+            use_layer_wise_distributed_optimizer=True,
+        )
