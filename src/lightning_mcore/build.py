@@ -103,6 +103,12 @@ def _fix(said: str) -> str:
     # megatron/core/transformer/transformer_config.py, __post_init__.
     if "num_moe_experts must be non" in said:
         return " Set num_moe_experts in the factory's TransformerConfig, or use ep=1."
+    # megatron/core/transformer/moe/grouped_gemm_util.py, until 0.18.
+    if "Grouped GEMM is not available" in said:
+        return (
+            " Build the layers with get_gpt_layer_with_transformer_engine_spec on GPUs, or use"
+            " moe_grouped_gemm=False."
+        )
     return ""
 
 

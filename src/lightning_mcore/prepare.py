@@ -290,7 +290,13 @@ def prepare_run(
     experts, of_experts = choose_experts(request.experts, layout, facts)
     findings = [*findings, *of_experts]
     raise_errors(findings)
-    check_expert_config(config, layout, experts, plans=all(map(moe.has_schedule_plan, inner)))
+    check_expert_config(
+        config,
+        layout,
+        experts,
+        plans=all(map(moe.has_schedule_plan, inner)),
+        in_turn=any(map(moe.runs_experts_in_turn, inner)),
+    )
     moe.mark_expert_parameters(inner, tp=layout.tp, etp=layout.etp)
     optimizer = None
     if torch_optimizer is not None:

@@ -11,12 +11,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lightning_mcore.callbacks import MoEStats
 from lightning_mcore.callbacks.moe_stats import draw_heat_map
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.testing import run_ranks
-from tests.gpt import GPT, LAYERS, SEQ, call_gpt, token_dataset
+from tests.gpt import GPT, LAYERS, SEQ, VOCAB, call_gpt, token_dataset
 from tests.parity.layouts import InOrder, ParityGPT, Watch, biased_routers
 from tests.parity.recipes import GLOBAL_BATCH, STEPS, Training
 from tests.parity.weights import check_shards
@@ -293,6 +296,23 @@ class OwnDispatcher(ParityGPT):
         return dict(moe_token_dispatcher_type="alltoall", **fields)
 
 
+class Grouped(ParityGPT):
+    """Asks the engine's own layers for what only TransformerEngine's have."""
+
+    def make_chunk(self, stage: Any, **fields: Any) -> Any:
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_moe_experts=EXPERTS,
+            moe_grouped_gemm=True,
+            add_bias_linear=False,
+            **fields,
+        )
+        spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=True)
+        return GPTModel(config, spec, VOCAB, SEQ)
+
+
 REFUSALS = {
     "experts": (DeclaredExperts, {"ep": 2}, "`num_moe_experts` (3) must be a multiple of `ep` (2)"),
     "no experts": (GPT, {"ep": 2}, "Set num_moe_experts in the factory"),
@@ -301,6 +321,7 @@ REFUSALS = {
     "deepep": (ParityGPT, {"ep": 2, "moe_dispatcher": "deepep"}, "sends bf16"),
     "1f1b": (ParityGPT, {"ep": 2, "overlap_moe": "1f1b"}, "needs bf16 or fp16"),
     "own": (OwnDispatcher, {"ep": 2}, "set it through MCoreStrategy"),
+    "grouped": (Grouped, {"ep": 2}, "moe_grouped_gemm=False"),
     "stats": (GPT, {}, "`MoEStats` needs expert layers"),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.config import ParallelSizes
+from lightning_mcore.config import ParallelSizes, SwitchRequest
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.experts import (
     ExpertFacts,
@@ -25,7 +25,9 @@ from lightning_mcore.experts import (
     wants_probe,
 )
 from lightning_mcore.findings import Findings
+from lightning_mcore.header import Batch, format_header
 from lightning_mcore.layout import resolve_layout
+from lightning_mcore.switches import Facts, resolve_switches
 from lightning_mcore.topology import Topology
 
 H100 = Topology(gpus_per_nvlink_domain=8, nodes=8, gpus_per_node=8, arch="hopper")
@@ -104,6 +106,23 @@ def test_the_package_is_looked_for_only_where_the_choice_needs_it():
     assert not wants(GPU, "alltoall", ep=16)
     assert not wants(GPU, "auto")
     assert not wants(CPU, "deepep", ep=8)
+
+
+def test_the_header_shows_what_was_chosen_and_why():
+    layout = resolve_layout(ParallelSizes(ep=16), 64, 0)
+    facts = Facts(engine_version=(0, 19, 2), on_gpu=True, precision="bf16-mixed")
+    text = format_header(
+        versions={},
+        layout=layout,
+        facts=facts,
+        switches=resolve_switches(SwitchRequest(), layout, facts),
+        batch=Batch(micro_batch_size=1),
+        experts=resolve()[0],
+    )
+    (row,) = [line for line in text.splitlines() if "moe_dispatcher" in line]
+    assert row.split()[:3] == ["moe_dispatcher", "deepep", "auto"]
+    assert "crosses nodes (2); deep_ep 1.2.1" in row
+    assert "overlap_moe" in text
 
 
 # ------------------------------------------------------------------------- fields of the engine
@@ -245,6 +264,7 @@ def test_overlap_is_proposed_where_tokens_cross_nodes():
         ({"overlap_moe": "shared_experts"}, {}, True, "moe_shared_expert_intermediate_size"),
         ({"moe_dispatcher": "deepep"}, {"moe_router_dtype": None}, True, "moe_router_dtype='fp32'"),
         ({}, {"sequence_parallel": False}, True, "sequence_parallel=True"),
+        ({}, {"moe_grouped_gemm": True}, True, "moe_grouped_gemm=False"),
     ],
 )
 def test_what_only_the_model_shows(request_, config, plans, said):
@@ -253,16 +273,19 @@ def test_what_only_the_model_shows(request_, config, plans, said):
         "sequence_parallel": True,
         "moe_shared_expert_intermediate_size": None,
         "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
     }
     layout = resolve_layout(ParallelSizes(tp=2, ep=8, etp=1), 64, 0)
     switches = resolve_experts(ExpertRequest(**request_), layout, GPU, Findings())
     with pytest.raises(ConfigurationError) as caught:
-        check_expert_config(SimpleNamespace(**right | config), layout, switches, plans=plans)
+        check_expert_config(
+            SimpleNamespace(**right | config), layout, switches, plans=plans, in_turn=True
+        )
     assert said in str(caught.value)
     right["moe_shared_expert_intermediate_size"] = 64
-    check_expert_config(SimpleNamespace(**right), layout, switches, plans=True)
+    check_expert_config(SimpleNamespace(**right), layout, switches, plans=True, in_turn=True)
     dense = SimpleNamespace(**right | {"num_moe_experts": None, "sequence_parallel": False})
-    check_expert_config(dense, layout, switches, plans=True)
+    check_expert_config(dense, layout, switches, plans=True, in_turn=True)
 
 
 # ------------------------------------------------------------------------- the probe

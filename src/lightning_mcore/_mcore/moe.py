@@ -15,6 +15,7 @@ from torch import Tensor, nn
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.router import TopKRouter
 
 from lightning_mcore._mcore.engine import engine_version
@@ -114,3 +115,8 @@ def _tracked() -> list[tuple[str, Tensor, Any, bool]]:
 def has_schedule_plan(chunk: nn.Module) -> bool:
     """Whether the combined 1F1B schedule can run the layers of ``chunk`` one by one."""
     return hasattr(chunk, "build_schedule_plan")
+
+
+def runs_experts_in_turn(chunk: nn.Module) -> bool:
+    """Whether a rank's experts are modules of their own that run one after the other."""
+    return any(isinstance(module, SequentialMLP) for module in chunk.modules())

@@ -85,6 +85,7 @@ class MoEStats(Callback):
         """The optimizer step that is being counted."""
         self._routers: list[RouterInfo] = []
         self._hooks: list[Any] = []
+        self._known_losses: dict[str, bool] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -110,6 +111,7 @@ class MoEStats(Callback):
         self._calls = [0] * len(self._is_moe)
         self._step = None
         self._images = {}
+        self._known_losses = {}
         for info in self._routers:
             hook = partial(self._count, info)
             self._hooks.append(info.router.register_forward_hook(hook))
@@ -229,8 +231,6 @@ class MoEStats(Callback):
 
     def _has_loss(self, name: str, seen: Tensor) -> bool:
         """Whether any rank noted this loss; asked of the device in the first logged step only."""
-        if not hasattr(self, "_known_losses"):
-            self._known_losses: dict[str, bool] = {}
         if name not in self._known_losses:
             self._known_losses[name] = bool(seen.any())
         return self._known_losses[name]

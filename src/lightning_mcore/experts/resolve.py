@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from lightning_mcore.errors import ConfigurationError
@@ -18,6 +19,8 @@ from lightning_mcore.layout import Layout
 
 __all__ = ["check_expert_config", "resolve_experts"]
 
+_DOCS = "docs/moe.md#what-is-refused"
+
 
 def resolve_experts(
     request: ExpertRequest, layout: Layout, facts: ExpertFacts, findings: Findings
@@ -26,18 +29,20 @@ def resolve_experts(
 
     The result is of use only if no finding is an error.
     """
-    _check_experts(layout, facts, findings)
-    dispatcher = choose_dispatcher(request, layout, facts, findings)
-    overlap = choose_overlap(request, layout, facts, findings, dispatcher.effective)
+    found = Findings()
+    _check_experts(layout, facts, found)
+    dispatcher = choose_dispatcher(request, layout, facts, found)
+    overlap = choose_overlap(request, layout, facts, found, dispatcher.effective)
+    delayed = choose_delay_wgrad(request, facts, found, overlap.effective)
+    for finding in found.sorted():
+        findings.add(dataclasses.replace(finding, docs=_DOCS))
     return ExpertSwitches(
-        moe_dispatcher=dispatcher,
-        overlap_moe=overlap,
-        delay_wgrad_compute=choose_delay_wgrad(request, facts, findings, overlap.effective),
+        moe_dispatcher=dispatcher, overlap_moe=overlap, delay_wgrad_compute=delayed
     )
 
 
 def check_expert_config(
-    config: Any, layout: Layout, experts: ExpertSwitches, *, plans: bool
+    config: Any, layout: Layout, experts: ExpertSwitches, *, plans: bool, in_turn: bool
 ) -> None:
     """Checks what only the built model shows.
 
@@ -46,6 +51,7 @@ def check_expert_config(
         layout: Sizes of the rank grid.
         experts: What was decided before the model was there.
         plans: Whether every chunk can plan its layers for the combined 1F1B schedule.
+        in_turn: Whether the experts of a rank run one after the other.
 
     Raises:
         ConfigurationError: On every rank alike.
@@ -63,6 +69,13 @@ def check_expert_config(
         raise ConfigurationError(
             f"`sequence_parallel` (False) must be on with `tp` ({layout.tp}) and expert layers,"
             " which would send every token `tp` times; use sequence_parallel=True, or tp=1."
+        )
+    if in_turn and config.moe_grouped_gemm:
+        # From 0.19 on the engine's own layers ignore the field (models/backends.py).
+        raise ConfigurationError(
+            "`moe_grouped_gemm` (True) needs TransformerEngine's grouped layers, and the experts of"
+            " this model run one after the other; build it with"
+            " get_gpt_layer_with_transformer_engine_spec on GPUs, or use moe_grouped_gemm=False."
         )
     if overlap == "shared_experts" and config.moe_shared_expert_intermediate_size is None:
         raise ConfigurationError(
