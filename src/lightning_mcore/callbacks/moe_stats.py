@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lightning_mcore.layout import Layout
 
-__all__ = ["MoEStats"]
+__all__ = ["MoEStats", "draw_heat_map"]
 
 
 class MoEStats(Callback):
