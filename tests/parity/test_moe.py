@@ -250,8 +250,8 @@ def test_combined_1f1b_equals_the_plain_schedule(layout):
 # ------------------------------------------------------------------------- gradient norm
 
 
-class LikeTransformerEngine(ParityGPT):
-    """Its layers do not mark the weights of whole experts as split over tensor parallel."""
+class UnmarkedExperts(ParityGPT):
+    """Its experts do not mark their weights as split, as those of a user need not."""
 
     def make_chunk(self, stage: Any, **fields: Any) -> Any:
         chunk = super().make_chunk(stage, **fields)
@@ -264,7 +264,7 @@ class LikeTransformerEngine(ParityGPT):
 def _fit_unmarked(training: Training) -> Outcome:
     strategy = MCoreStrategy(tp=2, ep=2, etp=1, micro_batch_size=1)
     data = token_dataset(training.samples)
-    return fit(LikeTransformerEngine(training), data, 2, 1, strategy, training)
+    return fit(UnmarkedExperts(training), data, 2, 1, strategy, training)
 
 
 def test_gradient_norm_counts_experts_of_every_tensor_parallel_rank():

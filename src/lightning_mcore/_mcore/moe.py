@@ -34,15 +34,15 @@ def mark_expert_parameters(chunks: Iterable[nn.Module], *, tp: int, etp: int) ->
 
     They leave out what is not marked as split on every tensor-parallel rank but the first, taking
     it for a copy (tensor_parallel/layers.py, param_is_not_tensor_parallel_duplicate; 0.19 looks at
-    the rank inside the experts instead). With ``etp`` below ``tp`` these ranks hold *different*
-    experts, whose parameters TransformerEngine's layers do not mark at ``etp = 1``: the norm would
-    miss them, and clipping would be too weak.
+    the rank inside the experts instead). At ``etp = 1`` these ranks hold *different* experts. The
+    engine's own layers and TransformerEngine's mark weights, but neither biases nor experts of the
+    user's own are marked: the norm would miss them, and clipping would be too weak.
     """
-    if tp == 1 or etp >= tp or engine_version() >= (0, 19):
+    if tp == 1 or etp > 1 or engine_version() >= (0, 19):
         return
     for chunk in chunks:
         for param in chunk.parameters():
-            if not getattr(param, "allreduce", True) and etp == 1:
+            if not getattr(param, "allreduce", True):
                 param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 

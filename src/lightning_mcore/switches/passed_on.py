@@ -9,7 +9,8 @@ from __future__ import annotations
 from lightning_mcore.config import SwitchRequest
 from lightning_mcore.findings import Findings
 from lightning_mcore.layout import Layout
-from lightning_mcore.switches.values import PRECISIONS, Facts, Switch
+from lightning_mcore.switches.values import PRECISIONS, Facts, Switch, Switches
+from lightning_mcore.topology import place_groups
 
 __all__ = [
     "check_ddp_fields",
@@ -18,6 +19,7 @@ __all__ = [
     "check_optimizer_fields",
     "check_precision",
     "check_topology",
+    "note_opportunities",
 ]
 
 _FSDP_FIELDS = ("use_megatron_fsdp", "use_custom_fsdp")
@@ -46,17 +48,17 @@ def check_expert_tensor_parallel(layout: Layout, facts: Facts, findings: Finding
             etp=layout.etp,
             ep=layout.ep,
         )
-    te_experts = facts.on_gpu and facts.te_version is not None and not facts.native_model
-    if te_experts and layout.ep > 1 and layout.etp < layout.tp and facts.engine_version < (0, 19):
+    between = 1 < layout.etp < layout.tp
+    if layout.ep > 1 and between and not facts.native_model and facts.engine_version < (0, 19):
         # optimizer.py, get_main_grads_for_grad_norm: duplicates are looked for over tp, also among
-        # experts, which etp < tp does not shard; 0.19 looks over etp (expert_tp_group).
+        # experts; 0.19 looks over etp (expert_tp_group). At etp = 1 _mcore/moe.py corrects it.
         findings.warning(
             "expert-grad-norm-before-0.19",
-            f"`etp` ({layout.etp}) below `tp` ({layout.tp}) with `ep` ({layout.ep}) leaves experts"
-            " of TransformerEngine layers on all but the first tensor-parallel rank out of the"
-            f" gradient norm on megatron-core {facts.version_text}, before 0.19, and clipping"
-            " follows the norm",
-            "use megatron-core 0.19 or newer, or train without gradient_clip_val",
+            f"`etp` ({layout.etp}) between 1 and `tp` ({layout.tp}) with `ep` ({layout.ep}) leaves"
+            " expert parameters that are not split, such as biases, out of the gradient norm on"
+            " all but the first tensor-parallel rank on megatron-core"
+            f" {facts.version_text}, before 0.19, and clipping follows the norm",
+            "use megatron-core 0.19 or newer, or etp=1",
             etp=layout.etp,
             tp=layout.tp,
             ep=layout.ep,
@@ -87,6 +89,42 @@ def check_topology(layout: Layout, facts: Facts, findings: Findings) -> None:
             f"use tp={max(1, topology.gpus_per_nvlink_domain)} or less, and pp for the rest",
             tp=layout.tp,
             gpus_per_nvlink_domain=topology.gpus_per_nvlink_domain,
+        )
+
+
+def note_opportunities(
+    layout: Layout, facts: Facts, switches: Switches, findings: Findings
+) -> None:
+    """What other sizes, or fields that have no switch, could gain."""
+    layers, pp = facts.dims.num_layers, layout.pp
+    if pp > 1 and layout.vpp is None and layers is not None:
+        fitting = [vpp for vpp in range(2, layers // pp + 1) if layers % (pp * vpp) == 0]
+        if fitting:
+            findings.info(
+                "vpp-would-overlap",
+                f"`pp` ({pp}) without `vpp` leaves a bubble of ({pp} - 1) / num_microbatches and"
+                " exposed transfers between stages",
+                f"measure vpp={fitting[0]}, which divides `num_layers` ({layers}) and the bubble by"
+                f" {fitting[0]}",
+                pp=pp,
+                vpp=None,
+                num_layers=layers,
+            )
+    topology = facts.topology
+    if (
+        topology is not None
+        and facts.on_gpu
+        and layout.dp_cp >= 64
+        and switches.use_distributed_optimizer.effective
+        and place_groups(layout, topology)["dp_cp"].reach == "network"
+    ):
+        # distributed_data_parallel_config.py, the field's own text.
+        findings.info(
+            "pad-buckets",
+            f"dp x cp ({layout.dp_cp}) crosses nodes, and NCCL's rings are fastest with messages"
+            " that divide by a power of two",
+            "measure ddp={'pad_buckets_for_high_nccl_busbw': True}",
+            dp_cp=layout.dp_cp,
         )
 
 
