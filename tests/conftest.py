@@ -13,6 +13,7 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 REAL_TENSOR_CUDA = torch.Tensor.cuda
+REAL_TENSOR_RECORD_STREAM = torch.Tensor.record_stream
 REAL_TENSOR_TYPE = torch.Tensor.type
 OF_THE_TOOLS = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 """Variables that pytest or an import of torch changes, and no test."""
@@ -63,4 +64,6 @@ def no_patch_is_left():
     ]
     assert not left, f"the test left engine modules with another torch: {left[:3]} ..."
     assert torch.Tensor.cuda is REAL_TENSOR_CUDA, "the test left Tensor.cuda patched"
+    real = REAL_TENSOR_RECORD_STREAM
+    assert torch.Tensor.record_stream is real, "the test left Tensor.record_stream patched"
     assert torch.Tensor.type is REAL_TENSOR_TYPE, "the test left Tensor.type patched"

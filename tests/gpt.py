@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -22,17 +23,22 @@ def gpt_chunk(
     tied: bool = False,
     layers: int = LAYERS,
     experts: int | None = None,
+    moe: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> GPTModel:
-    """One chunk of a GPT with ``layers`` layers in all; the defaults give the whole model."""
+    """One chunk of a GPT with ``layers`` layers in all; the defaults give the whole model.
+
+    ``moe`` are further fields of the engine's config for the ``experts``.
+    """
     if experts:
         fields = {
-            **fields,
-            "num_moe_experts": experts,
             "moe_router_topk": 2,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
             "add_bias_linear": False,
+            **(moe or {}),
+            **fields,
+            "num_moe_experts": experts,
         }
     config = TransformerConfig(
         num_layers=layers,
@@ -72,6 +78,7 @@ class GPT(L.LightningModule):
         optimizer: str = "AdamW",
         layers: int = LAYERS,
         experts: int | None = None,
+        moe: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -89,6 +96,7 @@ class GPT(L.LightningModule):
             tied=self.hparams.tied,
             layers=self.hparams.layers,
             experts=self.hparams.experts,
+            moe=self.hparams.moe,
             **fields,
         )
 

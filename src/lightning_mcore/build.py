@@ -71,12 +71,20 @@ def _call_factory(
             torch.manual_seed(state.seed + stage.index)
             try:
                 chunk = factory(stage, **fields)
+            except TypeError as error:
+                if "multiple values for keyword argument" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"The factory sets a field of TransformerConfig that the strategy decides"
+                    f" ({error}); leave it to `**fields`, and set it through MCoreStrategy (expert"
+                    " layers: moe_dispatcher, overlap_moe)."
+                ) from error
             except (ValueError, AssertionError) as error:
                 # megatron/core/transformer/torch_norm.py, WrappedTorchNorm.
                 refused = "sequence parallel not supported by torch" in str(error)
                 raise (SequenceParallelRefused if refused else ConfigurationError)(
                     f"megatron-core {engine.ENGINE_VERSION} refuses stage {stage.index} of the"
-                    f" model under {_sizes(state.layout)}: {error}"
+                    f" model under {_sizes(state.layout)}: {error}{_fix(str(error))}"
                 ) from error
         if not isinstance(chunk, nn.Module) or not hasattr(chunk, "set_input_tensor"):
             raise ConfigurationError(
@@ -88,6 +96,20 @@ def _call_factory(
         chunks.append(chunk)
     seed_stage(state)
     return chunks
+
+
+def _fix(said: str) -> str:
+    """A way out for refusals of the engine that do not name one."""
+    # megatron/core/transformer/transformer_config.py, __post_init__.
+    if "num_moe_experts must be non" in said:
+        return " Set num_moe_experts in the factory's TransformerConfig, or use ep=1."
+    # megatron/core/transformer/moe/grouped_gemm_util.py, until 0.18.
+    if "Grouped GEMM is not available" in said:
+        return (
+            " Build the layers with get_gpt_layer_with_transformer_engine_spec on GPUs, or use"
+            " moe_grouped_gemm=False."
+        )
+    return ""
 
 
 def rebuild_pipeline(pipeline: Pipeline, state: ParallelState, fields: Mapping[str, Any]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Facts, Switch, Switches
@@ -64,6 +66,7 @@ def format_header(
     facts: Facts,
     switches: Switches,
     batch: Batch,
+    experts: ExpertSwitches | None = None,
     num_parameters: int | None = None,
     num_parameters_per_rank: int | None = None,
     differences: Sequence[Difference] = (),
@@ -78,6 +81,7 @@ def format_header(
         facts: Precision, hardware and kind of model.
         switches: What became of every switch.
         batch: How samples make one optimizer step.
+        experts: Settings of expert layers, to be shown below the switches.
         num_parameters: Parameters (elements) of the whole model, each counted once.
         num_parameters_per_rank: The most parameters (elements) that any rank holds.
         differences: Where engine configs differ from the dictionaries that the user passed.
@@ -100,7 +104,7 @@ def format_header(
         lines += _row("parameters", f"{num_parameters:,}{per_rank}")
     if environment is not None:
         lines += _row("environment", environment)
-    lines += _switch_table(switches)
+    lines += _switch_table(switches, experts)
     for finding in findings:
         if finding.severity == "warning":
             lines += _wrap("  warning      ", f"{finding.message} [{finding.code}]")
@@ -197,9 +201,11 @@ def _precision_text(facts: Facts, switches: Switches) -> str:
     )
 
 
-def _switch_table(switches: Switches) -> list[str]:
+def _switch_table(switches: Switches, experts: ExpertSwitches | None) -> list[str]:
     """One row for each switch: its name, what the engine gets, what was asked, and why."""
-    rows: list[Switch[object]] = [getattr(switches, entry.name) for entry in fields(switches)]
+    rows: list[Switch[Any]] = [getattr(switches, entry.name) for entry in fields(switches)]
+    if experts is not None:
+        rows += [getattr(experts, entry.name) for entry in fields(experts)]
     name = max(len(row.name) for row in rows)
     value = max(len("effective"), *(len(_shown(row.effective)) for row in rows))
     asked = max(len("requested"), *(len(_shown(row.requested)) for row in rows))

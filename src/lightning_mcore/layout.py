@@ -83,6 +83,11 @@ class Layout:
         return self.world_size // (self.etp * self.ep * self.pp)
 
     @property
+    def edp_rank(self) -> int:
+        """Position among the copies of the experts that this rank holds."""
+        return self.rank // (self.etp * self.ep) % self.edp
+
+    @property
     def num_stages(self) -> int:
         """Stages in the whole pipeline, chunks counted: ``pp * (vpp or 1)``."""
         return self.pp * (self.vpp or 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_mcore._mcore import engine
+from lightning_mcore._mcore import engine, moe
 from lightning_mcore.build import Factory, build_pipeline, find_model
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import (
@@ -34,6 +34,7 @@ from lightning_mcore.engine_fields import (
 )
 from lightning_mcore.environment import EnvironmentPlan, plan_environment, uses_of
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
+from lightning_mcore.experts import ExpertRequest, check_expert_config, choose_experts
 from lightning_mcore.findings import raise_errors
 from lightning_mcore.layout import Layout, resolve_layout
 from lightning_mcore.optimizer import build_training, optimizer_kind
@@ -68,6 +69,7 @@ class Request:
 
     sizes: ParallelSizes
     switches: SwitchRequest
+    experts: ExpertRequest = field(default_factory=ExpertRequest)
     topology: Topology | None = None
     """The machines, where the user states them."""
     init_from: str | Path | None = None
@@ -216,7 +218,8 @@ def resolve_before_groups(
     """
     sizes = with_picked_vpp(request.sizes, request.switches, facts.dims)
     layout = resolve_layout(sizes, world_size, rank)
-    raise_errors(validate(request.switches, layout, facts))
+    _, of_experts = choose_experts(request.experts, layout, facts)
+    raise_errors([*validate(request.switches, layout, facts), *of_experts])
     switches = resolve_switches(request.switches, layout, facts)
     if facts.topology is None:
         return layout, switches, EnvironmentPlan(wanted=(), findings=())
@@ -237,7 +240,10 @@ def fields_for_model(
     """Fields of the engine's model config for plain torch modules (``native``) or Megatron ones."""
     facts = request.facts(precision, device, native=native)
     switches = resolve_switches(request.switches, layout, facts)
-    return model_fields(layout, switches, precision.engine_fields(native=native), device)
+    fields = model_fields(layout, switches, precision.engine_fields(native=native), device)
+    experts, findings = choose_experts(request.experts, layout, facts)
+    raise_errors(findings)
+    return fields | experts.model_fields
 
 
 def build_model(
@@ -314,7 +320,17 @@ def prepare_run(
         per_token_loss=bool(getattr(config, "calculate_per_token_loss", False)),
     )
     switches, findings = plan_switches(request.switches, layout, facts)
+    experts, of_experts = choose_experts(request.experts, layout, facts)
+    findings = [*findings, *of_experts]
     raise_errors(findings)
+    check_expert_config(
+        config,
+        layout,
+        experts,
+        plans=all(map(moe.has_schedule_plan, inner)),
+        in_turn=any(map(moe.runs_experts_in_turn, inner)),
+    )
+    moe.mark_expert_parameters(inner, tp=layout.tp, etp=layout.etp)
     optimizer = None
     if torch_optimizer is not None:
         chunks, optimizer = build_training(
@@ -323,7 +339,7 @@ def prepare_run(
             torch_optimizer,
             trainable_names(inner),
             switches,
-            ddp_fields(switches, request.switches.ddp),
+            ddp_fields(switches, request.switches.ddp) | experts.ddp_fields,
             optimizer_fields(
                 switches, precision.optimizer_fields(native=native), request.switches.optimizer
             ),
@@ -335,6 +351,7 @@ def prepare_run(
         chunks=chunks,
         state=state,
         switches=switches,
+        experts=experts,
         precision=precision,
         device=device,
         micro_batch_size=request.switches.micro_batch_size,

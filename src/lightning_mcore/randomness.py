@@ -44,17 +44,25 @@ class StepRandomness:
         self._seed = 0
 
     @contextmanager
-    def schedule(self) -> Iterator[None]:
+    def schedule(self, layers_between_steps: bool = False) -> Iterator[None]:
         """Around one schedule: afterwards the host's streams are where data loading left them.
 
         The host's stream is the same on all ranks of a model's copy, as they draw the same data;
         one number is taken from it as the schedule's seed.
+
+        Args:
+            layers_between_steps: Whether the schedule runs the chunks' layers itself, outside
+                steps, as the combined 1F1B schedule does.
         """
         self._seed = int(torch.empty((), dtype=torch.int64).random_(2**31))
         torch_state, python, numpy = self._torch_state(), random.getstate(), np.random.get_state()
+        if layers_between_steps:
+            self._set_torch_state(self._chunks)
         try:
             yield
         finally:
+            if layers_between_steps:
+                self._chunks = self._torch_state()
             self._set_torch_state(torch_state)
             random.setstate(python)
             np.random.set_state(numpy)
@@ -69,6 +77,19 @@ class StepRandomness:
             torch.cuda.default_generators[self._device.index].manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
+
+    @contextmanager
+    def step_between_layers(self, index: int) -> Iterator[None]:
+        """Around a step's code in a schedule that runs layers itself, which draw on afterwards.
+
+        The second time for the same microbatch, the step draws the same numbers.
+        """
+        chunks = self._torch_state()
+        self.begin_step(index)
+        try:
+            yield
+        finally:
+            self._set_torch_state(chunks)
 
     @contextmanager
     def chunk(self) -> Iterator[None]:

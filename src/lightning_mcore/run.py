@@ -23,6 +23,7 @@ from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.environment import environment_text
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
 from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
@@ -55,6 +56,7 @@ class ModelRun:
     """The same chunks in model precision and, when fitting, in the engine's DDP."""
     state: ParallelState
     switches: Switches
+    experts: ExpertSwitches
     precision: MCorePrecision
     device: torch.device
     micro_batch_size: int | None
@@ -85,7 +87,9 @@ class ModelRun:
     def __post_init__(self) -> None:
         layout = self.state.layout
         native = self.is_native
-        if self.pipeline is not None and self.pipeline.stages[0].count > 1:
+        plans_layers = self.experts.overlap_moe.effective == "1f1b"
+        several = self.pipeline is not None and self.pipeline.stages[0].count > 1
+        if several or plans_layers:
             self.randomness = StepRandomness(
                 self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank)
             )
@@ -98,6 +102,7 @@ class ModelRun:
             step_context=lambda: self.precision.step_context(self.device, native=native),
             seq_length=self.seq_length,
             randomness=self.randomness,
+            plans_layers=plans_layers,
         )
         self._exchange = LogExchange(
             self.state.groups.world_cpu,
@@ -284,6 +289,7 @@ class ModelRun:
             layout=self.state.layout,
             facts=facts,
             switches=self.switches,
+            experts=self.experts if self.state.layout.ep > 1 else None,
             batch=Batch(
                 micro_batch_size=self.micro_batch_size,
                 accumulate_grad_batches=accumulate_grad_batches,
@@ -376,9 +382,13 @@ def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple
     for chunk in chunks:
         for param in chunk.parameters():
             mine += param.numel()
-            expert = not getattr(param, "allreduce", True)
-            first_copy = layout.cp_rank == 0 and layout.dp_rank < (layout.ep if expert else 1)
-            split = bool(getattr(param, "tensor_model_parallel", False)) or layout.tp_rank == 0
+            split = bool(getattr(param, "tensor_model_parallel", False))
+            if getattr(param, "allreduce", True):
+                first_copy = layout.dp_rank == layout.cp_rank == 0
+                split = split or layout.tp_rank == 0
+            else:  # of an expert, whose copies lie on another grid
+                first_copy = layout.edp_rank == 0
+                split = split or layout.rank % layout.etp == 0
             # A tied output layer is a second copy of the first stage's embedding.
             tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
             if first_copy and split and not tied_copy:

@@ -45,7 +45,8 @@ class StepRunner:
         device: Of this rank.
         step_context: Opens the context in which a step runs (autocast).
         seq_length: Tokens, where the model call does not show them.
-        randomness: Random streams, where the model has several stages.
+        randomness: Random streams, where the model has several stages or ``plans_layers``.
+        plans_layers: Whether training runs under the combined 1F1B schedule of expert layers.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class StepRunner:
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seq_length: int | None = None,
         randomness: StepRandomness | None = None,
+        plans_layers: bool = False,
     ) -> None:
         self._randomness = randomness
+        self._plans_layers = plans_layers
         self._pipeline = pipeline
         self._chunks = list(chunks)
         self._device = device
@@ -154,8 +157,12 @@ class StepRunner:
         *,
         forward_only: bool,
     ) -> list[MicrobatchOutput]:
-        def forward_step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
+        def forward_step(
+            iterator: Any, chunk: nn.Module, return_schedule_plan: bool = False
+        ) -> tuple[Any, Any]:
             index, microbatch = next(iterator)
+            if return_schedule_plan:
+                return self._plan(step, chunk, index, microbatch, log, on_last)
             if self._randomness is not None:
                 self._randomness.begin_step(index)
             output, ended = self._call(step, chunk, microbatch, log)
@@ -165,7 +172,9 @@ class StepRunner:
                 return torch.zeros((), device=self._device), lambda *_, **__: None
             return output, None
 
-        with self._randomness.schedule() if self._randomness is not None else nullcontext():
+        randomness = self._randomness
+        combined = not forward_only and self._plans_layers
+        with randomness.schedule(combined) if randomness is not None else nullcontext():
             seq_length, micro_batch_size = self._activation_shape(step, run)
             records = engine.run_schedule(
                 forward_step,
@@ -177,6 +186,41 @@ class StepRunner:
                 forward_only=forward_only,
             )
         return [record for record in records if record is not None]
+
+    def _plan(
+        self,
+        step: StepFunction,
+        chunk: Any,
+        index: int,
+        microbatch: Microbatch,
+        log: StepLog,
+        on_last: Callable[[Any, Microbatch], tuple[Tensor, Callable[..., Any]]],
+    ) -> tuple[Any, Callable[[Tensor], Any]]:
+        """The chunk's plan of layers for the combined 1F1B schedule, and what makes a loss of it.
+
+        That schedule runs the layers of one microbatch between those of another, so the model call
+        cannot run them. The step is run up to the call, whose arguments give the plan; once the
+        output is there, the step is run again with it, from the same random state. What comes
+        before the call runs twice on the last stage, and only the second run logs.
+        """
+        assert self._randomness is not None
+        with self._randomness.step_between_layers(index):
+            call = self._arguments_of_call(step, microbatch.data)
+        plan = chunk.build_schedule_plan(*call.args_of_call, **call.kwargs_of_call)
+
+        def finish(model_output: Tensor) -> Any:
+            assert self._pipeline is not None
+            assert self._randomness is not None
+            with (
+                self._randomness.step_between_layers(index),
+                self._pipeline.handling(lambda args, kwargs: model_output),
+                self._step_context(),
+                log.microbatch(microbatch.size),
+            ):
+                loss, record = on_last(step(microbatch.data), microbatch)
+            return record(loss)
+
+        return plan, finish
 
     def _call(
         self, step: StepFunction, chunk: nn.Module, microbatch: Microbatch, log: StepLog
@@ -232,15 +276,18 @@ class StepRunner:
 
     def _observe(self, step: StepFunction, data: Any) -> tuple[int, int]:
         assert self._pipeline is not None
-        with (
-            torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]),
-            self._pipeline.handling(observe_call),
-            self._step_context(),
-        ):
+        with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]):
+            call = self._arguments_of_call(step, data)
+        return self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
+
+    def _arguments_of_call(self, step: StepFunction, data: Any) -> ModelCall:
+        """Runs the step up to its model call, without logging."""
+        assert self._pipeline is not None
+        with self._pipeline.handling(observe_call), self._step_context():
             try:
                 step(data)
             except ModelCall as call:
-                return self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
+                return call
         raise ConfigurationError(
             "The step returned without calling the model that strategy.build gave; call it once."
         )

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_mcore.build import Factory
 from lightning_mcore.config import Auto, Comm, CpCommType, Fsdp, ParallelSizes, SwitchRequest
 from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.experts import ExpertRequest, MoEDispatcher, OverlapMoE
 from lightning_mcore.loop_hooks import LoopStrategy
 from lightning_mcore.optimizer import StepStats
 from lightning_mcore.prepare import Request, build_model, communicator_settings
@@ -78,6 +79,11 @@ class MCoreStrategy(LoopStrategy):
         nccl_communicators: NCCL settings by process group, ``{"dp_cp": {"max_ctas": 16}}``, or the
             path of a YAML file with them.
         high_priority_streams: Process groups whose kernels go first, ``["tp", "dp_cp"]``.
+        moe_dispatcher: What moves tokens to their experts: ``"allgather"``, ``"alltoall"``,
+            ``"deepep"`` or ``"hybridep"``, or ``"auto"`` to go by the topology.
+        overlap_moe: ``"1f1b"`` moves tokens during the compute of another microbatch,
+            ``"shared_experts"`` during that of shared experts; ``False`` does not.
+        delay_wgrad_compute: Computes weight gradients apart, with ``overlap_moe="1f1b"``.
         seq_length: Tokens per sample, only where the model call has no token ids of shape
             ``[b, s]`` to read it from.
         ddp: Further fields of the engine's DistributedDataParallelConfig.
@@ -125,6 +131,9 @@ class MCoreStrategy(LoopStrategy):
         cp_comm_type: CpCommType | None = None,
         nccl_communicators: dict[str, dict[str, Any]] | str | Path | None = None,
         high_priority_streams: list[str] | None = None,
+        moe_dispatcher: MoEDispatcher = "auto",
+        overlap_moe: OverlapMoE = "auto",
+        delay_wgrad_compute: bool = False,
         seq_length: int | None = None,
         ddp: dict[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
@@ -158,6 +167,11 @@ class MCoreStrategy(LoopStrategy):
                 micro_batch_size=micro_batch_size,
                 ddp=ddp or {},
                 optimizer=optimizer or {},
+            ),
+            experts=ExpertRequest(
+                moe_dispatcher=moe_dispatcher,
+                overlap_moe=overlap_moe,
+                delay_wgrad_compute=delay_wgrad_compute,
             ),
             topology=topology,
             init_from=init_from,

@@ -37,6 +37,8 @@ class Outcome:
     """Of the engine's models."""
     state: dict[str, Tensor] = field(default_factory=dict)
     """Parameters by name."""
+    biases: dict[int, Tensor] = field(default_factory=dict)
+    """Of the routers of this rank's expert layers, by number of the layer from 1."""
 
 
 class Watch(L.Callback):
@@ -91,7 +93,7 @@ class ParityGPT(GPT):
     """The tests' GPT with full weights and an optimizer that do not depend on the layout."""
 
     def __init__(self, training: Training) -> None:
-        super().__init__(tied=training.tied, experts=training.experts)
+        super().__init__(tied=training.tied, experts=training.experts, moe=dict(training.moe))
         self.training_plan = training
         self.shards: list[Shard] = []
 
@@ -104,6 +106,11 @@ class ParityGPT(GPT):
         optimizer = OPTIMIZERS[self.training_plan.optimizer](self.named_parameters())
         schedule = {"scheduler": make_schedule(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def biased_routers(module: nn.Module) -> list[Any]:
+    """Routers with a bias for each expert, which the engine updates beside the optimizer."""
+    return [m for m in module.modules() if getattr(m, "expert_bias", None) is not None]
 
 
 def fit(
@@ -136,20 +143,24 @@ def fit(
     return watch.outcome
 
 
-def _fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
+def fit_on_rank(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
+    """Trains the GPT on this rank, together with the others."""
     torch.manual_seed(1)
     module = ParityGPT(training)
     dp = world_size // (strategy.get("tp", 1) * strategy.get("pp", 1))
     data = token_dataset(training.samples)
     outcome = fit(module, data, world_size, dp, MCoreStrategy(**strategy), training)
     outcome.shards = [shard.copied() for shard in module.shards]
+    outcome.biases = {
+        router.layer_number: router.expert_bias.clone() for router in biased_routers(module)
+    }
     outcome.state = {}
     return outcome
 
 
 def fit_gpt(world_size: int, strategy: Mapping[str, Any], training: Training) -> list[Outcome]:
     """Trains the GPT on ``world_size`` ranks."""
-    return run_ranks(_fit_gpt, world_size, world_size, strategy, training)
+    return run_ranks(fit_on_rank, world_size, world_size, strategy, training)
 
 
 def check_steps(

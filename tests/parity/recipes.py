@@ -26,6 +26,8 @@ class Training:
 
     tied: bool = False
     experts: int | None = None
+    moe: tuple[tuple[str, Any], ...] = ()
+    """Further fields of the engine's config for the experts, as pairs."""
     optimizer: str = "adamw"
     clip: float | None = None
     clip_algorithm: str = "norm"

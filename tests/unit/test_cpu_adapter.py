@@ -298,6 +298,14 @@ def test_tensor_cuda_is_the_tensor_for_the_engine(adapter):
     assert as_engine(lambda t: t.cuda(non_blocking=True))(tensor) is tensor
 
 
+def test_record_stream_does_nothing_for_the_engine(adapter):
+    tensor = torch.ones(1)
+    stream = as_engine(lambda: None)
+    assert as_engine(lambda t, s: t.record_stream(s))(tensor, stream) is None
+    with pytest.raises((RuntimeError, TypeError)):
+        tensor.record_stream(stream)
+
+
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [

@@ -24,6 +24,7 @@ LAYERS = [
     {"topology"},
     {"topology_probe"},
     {"switches"},
+    {"experts"},
     {"environment"},
     {"header", "engine_fields"},
     {"_mcore"},

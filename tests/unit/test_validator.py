@@ -125,7 +125,7 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
      "optimizer-instances-need-einops"),
     ({"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True}, DP2,
      GPU | {"engine_version": (0, 16, 1)}, "error", "overlap-with-instances-wrong-before-0.17"),
-    ({}, (4, {"tp": 2, "ep": 2, "etp": 1}), GPU | {"engine_version": (0, 18, 0)}, "warning",
+    ({}, (8, {"tp": 4, "ep": 2, "etp": 2}), GPU | {"engine_version": (0, 18, 0)}, "warning",
      "expert-grad-norm-before-0.19"),
     ({}, (2, {"pp": 2}), CPU | {"dims": ModelDims(num_layers=8)}, "info", "vpp-would-overlap"),
     ({}, (128, {}), GPU | {"topology": Topology(nodes=16)}, "info", "pad-buckets"),

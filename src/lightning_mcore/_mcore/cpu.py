@@ -119,6 +119,7 @@ def _install(patches: Patches) -> None:
     fix_distributed_optimizer(patches)
     _compile_nothing(patches)
     torch_view.redirect_tensor_cuda(patches)
+    torch_view.ignore_record_stream(patches)
     torch_view.rename_tensor_types(patches)
     torch_view.redirect_torch(patches)
 

@@ -279,6 +279,18 @@ def redirect_tensor_cuda(patches: Patches) -> None:
     patches.set(torch.Tensor, "cuda", cuda)
 
 
+def ignore_record_stream(patches: Patches) -> None:
+    """Why: it takes a CUDA stream only. Where: the combined 1F1B schedule, token_dispatcher.py."""
+    real: Callable[..., Any] = torch.Tensor.record_stream
+
+    @wraps(real)
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        if not _called_by_engine():
+            real(tensor, stream)
+
+    patches.set(torch.Tensor, "record_stream", record_stream)
+
+
 class _TypeName(str):
     """The name of a CPU tensor type, which equals the name of the same type on CUDA too."""
 

@@ -48,17 +48,17 @@ def check_expert_tensor_parallel(layout: Layout, facts: Facts, findings: Finding
             etp=layout.etp,
             ep=layout.ep,
         )
-    te_experts = facts.on_gpu and facts.te_version is not None and not facts.native_model
-    if te_experts and layout.ep > 1 and layout.etp < layout.tp and facts.engine_version < (0, 19):
+    between = 1 < layout.etp < layout.tp
+    if layout.ep > 1 and between and not facts.native_model and facts.engine_version < (0, 19):
         # optimizer.py, get_main_grads_for_grad_norm: duplicates are looked for over tp, also among
-        # experts, which etp < tp does not shard; 0.19 looks over etp (expert_tp_group).
+        # experts; 0.19 looks over etp (expert_tp_group). At etp = 1 _mcore/moe.py corrects it.
         findings.warning(
             "expert-grad-norm-before-0.19",
-            f"`etp` ({layout.etp}) below `tp` ({layout.tp}) with `ep` ({layout.ep}) leaves experts"
-            " of TransformerEngine layers on all but the first tensor-parallel rank out of the"
-            f" gradient norm on megatron-core {facts.version_text}, before 0.19, and clipping"
-            " follows the norm",
-            "use megatron-core 0.19 or newer, or train without gradient_clip_val",
+            f"`etp` ({layout.etp}) between 1 and `tp` ({layout.tp}) with `ep` ({layout.ep}) leaves"
+            " expert parameters that are not split, such as biases, out of the gradient norm on"
+            " all but the first tensor-parallel rank on megatron-core"
+            f" {facts.version_text}, before 0.19, and clipping follows the norm",
+            "use megatron-core 0.19 or newer, or etp=1",
             etp=layout.etp,
             tp=layout.tp,
             ep=layout.ep,
