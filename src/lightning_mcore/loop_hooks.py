@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
+from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
@@ -36,9 +38,16 @@ from lightning_mcore.parallel_state import (
     is_live,
 )
 from lightning_mcore.precision import MCorePrecision
-from lightning_mcore.prepare import Request, check_trainer, prepare_run, resolve_before_groups
+from lightning_mcore.prepare import (
+    Request,
+    Resolved,
+    check_trainer,
+    prepare_run,
+    resolve_before_groups,
+)
 from lightning_mcore.run import ModelRun
 from lightning_mcore.switches import Switches
+from lightning_mcore.userbuffers_plan import UserbuffersPlan
 
 
 class LoopStrategy(CheckpointStrategy):
@@ -53,6 +62,7 @@ class LoopStrategy(CheckpointStrategy):
         self._switches: Switches | None = None
         self._state: ParallelState | None = None
         self._run: ModelRun | None = None
+        self._userbuffers: UserbuffersPlan | None = None
         self._exits = ExitStack()
         """Undoes, at teardown, what a run changed outside this object."""
         self._sync_gradients = True
@@ -81,7 +91,9 @@ class LoopStrategy(CheckpointStrategy):
         self.set_world_ranks()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer, self.lightning_module)
-        self._layout, self._switches, _ = self._resolve(self.global_rank)
+        resolved = self._resolve(self.global_rank)
+        self._layout, self._switches = resolved.layout, resolved.switches
+        self._userbuffers = resolved.userbuffers
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()
@@ -92,21 +104,23 @@ class LoopStrategy(CheckpointStrategy):
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
         )
+        if self._userbuffers is not None:
+            start_userbuffers(self._userbuffers)
 
-    def _resolve(self, rank: int) -> tuple[Layout, Switches, EnvironmentPlan]:
-        """Layout, switches and environment, from what is known before processes are started.
+    def _resolve(self, rank: int) -> Resolved:
+        """What is known, and to be refused, before processes are started.
 
         Raises:
             ConfigurationError: On every rank alike.
         """
         dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
         device = self.root_device
-        self._request = self._request.on_machines(
+        self._request = dataclasses.replace(self._request, dims=dims).on_machines(
             device, os.environ, nodes=self.num_nodes, ranks_per_node=self.num_processes
         )
         return resolve_before_groups(
             self._request,
-            self._request.facts(self.precision_plugin, device, dims=dims),
+            self._request.facts(self.precision_plugin, device),
             world_size=self.num_nodes * self.num_processes,
             rank=rank,
         )
@@ -116,7 +130,7 @@ class LoopStrategy(CheckpointStrategy):
         """What the settings want set before CUDA starts; on GPUs bad settings start nothing."""
         if self.root_device.type == "cpu":
             return {}
-        return self._resolve(rank=0)[2].to_set
+        return self._resolve(rank=0).environment.to_set
 
     @override
     def _engine_context(self) -> AbstractContextManager[Any]:
@@ -162,6 +176,7 @@ class LoopStrategy(CheckpointStrategy):
                 if trainer.state.fn == TrainerFn.FITTING
                 else None
             ),
+            userbuffers=self._userbuffers,
         )
         self._switches = self._run.switches
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
@@ -217,7 +232,9 @@ class LoopStrategy(CheckpointStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model_run.to_all_stages(self._evaluate("predict_step", *args, **kwargs))
+        run = self._model_run
+        output = run.whole_sequences(self._evaluate("predict_step", *args, **kwargs), args[0])
+        return run.to_all_stages(output)
 
     def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.lightning_module, name)
@@ -290,6 +307,7 @@ class LoopStrategy(CheckpointStrategy):
         try:
             if self._failed and self._state is not None:
                 self._run = None
+                stop_userbuffers()
                 destroy_parallel_state(self._state, graceful=False)
                 self._state = None
         finally:

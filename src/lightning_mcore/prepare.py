@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_mcore._mcore import engine, moe
+from lightning_mcore._mcore.userbuffers import check_model
 from lightning_mcore.build import Factory, build_pipeline, find_model
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import (
@@ -48,11 +49,13 @@ from lightning_mcore.switches import (
     Switches,
     plan_switches,
     resolve_switches,
+    userbuffers_plan,
     validate,
     with_picked_vpp,
 )
 from lightning_mcore.topology import Topology
 from lightning_mcore.topology_probe import probe_topology
+from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import installed_version
 
 # WeightAveraging came with Lightning 2.6.
@@ -70,12 +73,16 @@ class Request:
     sizes: ParallelSizes
     switches: SwitchRequest
     experts: ExpertRequest = field(default_factory=ExpertRequest)
+    dims: ModelDims = field(default_factory=ModelDims)
+    """Dimensions that the LightningModule declares; known once there is one."""
     topology: Topology | None = None
     """The machines, where the user states them."""
     init_from: str | Path | None = None
     """Checkpoint to load weights from."""
     seq_length: int | None = None
     """Tokens per sample, where the model call does not show them."""
+    per_token_loss: bool = False
+    """Whether steps return a mean loss together with the number of tokens behind it."""
     torch_norms_only: bool = False
     """Found while building: the model's norms refuse sequence parallelism."""
 
@@ -114,8 +121,6 @@ class Request:
         *,
         native: bool | None = None,
         optimizer: str | None = None,
-        dims: ModelDims | None = None,
-        per_token_loss: bool = False,
     ) -> Facts:
         """What is known about installation, hardware, model and optimizer; ``None`` if not yet."""
         return Facts(
@@ -130,8 +135,8 @@ class Request:
             has_fused_wgrad=find_spec("fused_weight_gradient_mlp_cuda") is not None,
             has_einops=find_spec("einops") is not None,
             torch_norms_only=self.torch_norms_only,
-            per_token_loss=per_token_loss,
-            dims=dims or ModelDims(),
+            per_token_loss=self.per_token_loss,
+            dims=dataclasses.replace(self.dims, seq_length=self.seq_length or self.dims.seq_length),
             topology=self.topology,
             environment=os.environ,
         )
@@ -204,14 +209,23 @@ def _check_callbacks(found: Sequence[object]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """What is settled before process groups exist."""
+
+    layout: Layout
+    switches: Switches
+    """As far as they can be decided without the model."""
+    environment: EnvironmentPlan
+    """What they want of the environment: nothing on CPU, or on GPUs of which nothing is known."""
+    userbuffers: UserbuffersPlan | None
+    """Buffers to register before any layer is built."""
+
+
 def resolve_before_groups(
     request: Request, facts: Facts, *, world_size: int, rank: int
-) -> tuple[Layout, Switches, EnvironmentPlan]:
+) -> Resolved:
     """Validates everything that is known before process groups exist.
-
-    Returns:
-        Layout, switches, and what they want of the environment: nothing on CPU, or on GPUs of which
-        nothing is known.
 
     Raises:
         ConfigurationError: With all errors at once, on every rank alike.
@@ -221,12 +235,15 @@ def resolve_before_groups(
     _, of_experts = choose_experts(request.experts, layout, facts)
     raise_errors([*validate(request.switches, layout, facts), *of_experts])
     switches = resolve_switches(request.switches, layout, facts)
-    if facts.topology is None:
-        return layout, switches, EnvironmentPlan(wanted=(), findings=())
-    uses = uses_of(layout, switches, facts, facts.topology)
-    environment = plan_environment(uses, facts.environment)
-    raise_errors(environment.findings)
-    return layout, switches, environment
+    environment = EnvironmentPlan(wanted=(), findings=())
+    if facts.topology is not None:
+        uses = uses_of(layout, switches, facts, facts.topology)
+        environment = plan_environment(uses, facts.environment)
+        raise_errors(environment.findings)
+    userbuffers = None
+    if switches.tp_comm_overlap.effective:
+        userbuffers = userbuffers_plan(request.switches, layout, facts, switches.sequence_parallel)
+    return Resolved(layout, switches, environment, userbuffers)
 
 
 def fields_for_model(
@@ -240,7 +257,14 @@ def fields_for_model(
     """Fields of the engine's model config for plain torch modules (``native``) or Megatron ones."""
     facts = request.facts(precision, device, native=native)
     switches = resolve_switches(request.switches, layout, facts)
-    fields = model_fields(layout, switches, precision.engine_fields(native=native), device)
+    fields = model_fields(
+        layout,
+        switches,
+        precision.engine_fields(native=native),
+        device,
+        per_token_loss=request.per_token_loss,
+        userbuffers=request.switches.userbuffers if switches.tp_comm_overlap.effective else None,
+    )
     experts, findings = choose_experts(request.experts, layout, facts)
     raise_errors(findings)
     return fields | experts.model_fields
@@ -263,7 +287,7 @@ def build_model(
     try:
         return build_pipeline(model, state, fields), request
     except SequenceParallelRefused:
-        if request.switches.sequence_parallel != "auto":
+        if request.switches.sequence_parallel != "auto" or fields["tp_comm_overlap"]:
             raise
     request = dataclasses.replace(request, torch_norms_only=True)
     fields = fields_for_model(request, state.layout, precision, device, native=native)
@@ -278,6 +302,7 @@ def prepare_run(
     device: torch.device,
     *,
     make_optimizer: Callable[[], torch.optim.Optimizer] | None,
+    userbuffers: UserbuffersPlan | None = None,
 ) -> tuple[ModelRun, Facts]:
     """Wraps the built model for the engine. Collective over the world.
 
@@ -288,6 +313,7 @@ def prepare_run(
         precision: Dtypes.
         device: Of this rank.
         make_optimizer: Runs the user's ``configure_optimizers``; ``None`` when not fitting.
+        userbuffers: Those that were started.
 
     Returns:
         The run, and the facts that its switches were decided on.
@@ -299,6 +325,8 @@ def prepare_run(
         lambda native: fields_for_model(request, layout, precision, device, native=native),
     )
     native = pipeline is None or pipeline.native
+    if userbuffers is not None:
+        check_model(request.switches.userbuffers, inner)
     module.to(device)
     chunks, config = wrap_chunks(inner, pipeline, precision)
     if request.init_from is not None:
@@ -316,8 +344,6 @@ def prepare_run(
         device,
         native=native,
         optimizer=kind,
-        dims=ModelDims.from_object(getattr(module, "model_dims", None)),
-        per_token_loss=bool(getattr(config, "calculate_per_token_loss", False)),
     )
     switches, findings = plan_switches(request.switches, layout, facts)
     experts, of_experts = choose_experts(request.experts, layout, facts)
@@ -357,6 +383,8 @@ def prepare_run(
         micro_batch_size=request.switches.micro_batch_size,
         seq_length=request.seq_length,
         findings=findings,
+        per_token_loss=request.per_token_loss,
+        userbuffers=userbuffers,
         optimizer=optimizer,
     )
     return run, facts

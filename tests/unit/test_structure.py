@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # long as those do not import it back (Python would refuse a cycle at import anyway).
 LAYERS = [
     {"errors", "version"},
-    {"names", "safetensors_file", "findings"},
-    {"config"},
+    {"names", "safetensors_file", "findings", "userbuffers"},
+    {"config", "userbuffers_plan"},
     {"layout"},
     {"topology"},
     {"topology_probe"},
@@ -32,7 +32,8 @@ LAYERS = [
     {"stage", "sequential", "randomness"},
     {"build"},
     {"batch"},
-    {"step_log", "schedule", "outputs", "data_check", "metrics", "loaders"},
+    {"context"},
+    {"step_log", "step_output", "schedule", "outputs", "data_check", "metrics", "loaders"},
     {"optimizer", "precision"},
     {"_lightning"},
     {"state_dict", "optimizer_state", "checkpoint_files"},
