@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from lightning_mcore import names, state_dict
 from lightning_mcore._mcore import checkpointing as engine
 from lightning_mcore._mcore import slices
 from lightning_mcore._mcore.slices import Slice
+from lightning_mcore.agreement import CheckpointGroups, Steps
 from lightning_mcore.build import PlainChunk
-from lightning_mcore.checkpoint import CheckpointGroups, load_weights
-from lightning_mcore.checkpoint_files import cause
+from lightning_mcore.checkpoint import load_weights
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.layout import Layout
 from lightning_mcore.plain_file import read_plain
@@ -37,7 +37,6 @@ from lightning_mcore.stage import Pipeline
 __all__ = ["init_weights", "load_plain_weights", "manifest_names"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _PROBES = 20
 """Tensors by which the prefix of a file's names is found."""
@@ -104,8 +103,9 @@ def load_plain_weights(
             for wanted in _wanted_of(chunk, f"model{index}", tree[f"model{index}"])
         ]
 
-    (found, wanted), everyone = _agree(
-        path, describe, groups, lambda result: {w.names: w.described for w in result[1]}
+    step = Steps(f"`{path}` was not loaded", groups.world_cpu)
+    (found, wanted), everyone = step.sharing(
+        "reading names", describe, lambda result: {w.names: w.described for w in result[1]}
     )
     whole = {names: described for one in everyone for names, described in one.items()}
     match = _Match(found, whole)
@@ -127,7 +127,7 @@ def load_plain_weights(
                 loaded.setdefault(one.chunk, {})[one.local] = value
         state_dict.load_model(chunks, loaded)
 
-    _agree(path, install, groups, lambda _: None)
+    step("installing the weights", install)
 
 
 # ------------------------------------------------------------------------------ names
@@ -328,35 +328,3 @@ def _listed(what: str, entries: Sequence[str], most: int = 20) -> str:
         return ""
     more = f" and {len(entries) - most} more" if len(entries) > most else ""
     return f"{len(entries)} {what}: {', '.join(sorted(entries)[:most])}{more}"
-
-
-# ------------------------------------------------------------------------------ agreement
-
-
-def _agree(
-    path: Path, action: Callable[[], T], groups: CheckpointGroups, share: Callable[[T], Any]
-) -> tuple[T, list[Any]]:
-    """Runs ``action`` on every rank; if it fails on any, all raise the same error.
-
-    Returns:
-        The result, and what every rank shares of its own.
-    """
-    result: Any = None
-    error: Exception | None = None
-    mine: tuple[str | None, Any]
-    try:
-        result = action()
-        mine = (None, share(result))
-    except Exception as caught:
-        error = caught
-        mine = (cause(caught), None)
-    everyone: list[Any] = [None] * dist.get_world_size(groups.world_cpu)
-    dist.all_gather_object(everyone, mine, group=groups.world_cpu)
-    failed: dict[str, list[int]] = {}
-    for rank, (text, _) in enumerate(everyone):
-        if text is not None:
-            failed.setdefault(text, []).append(rank)
-    if failed:
-        listed = "; ".join(f"on ranks {ranks[:8]}: {text}" for text, ranks in failed.items())
-        raise CheckpointError(f"Weights were not loaded from `{path}`: {listed}") from error
-    return result, [shared for _, shared in everyone]

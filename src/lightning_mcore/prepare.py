@@ -58,6 +58,8 @@ class Request:
     """Further fields of the engine's DDP config."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the engine's optimizer config."""
+    async_save: bool = False
+    """Whether checkpoints are written while training goes on."""
     init_from: str | Path | None = None
     """Checkpoint to load weights from."""
     seq_length: int | None = None

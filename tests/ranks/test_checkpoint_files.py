@@ -173,9 +173,7 @@ def whole_state(layout, groups, chunks, optimizer):
     model = state_dict.model_tree(chunks, layout, metadata)
     tree = {**model}
     if optimizer is not None:
-        tree["optimizer"] = optimizer_state.optimizer_tree(
-            optimizer, model, metadata, groups.world_cpu
-        )
+        tree["optimizer"] = optimizer_state.optimizer_tree(optimizer, model, groups.world_cpu)
     local = [
         (leaf.key, leaf.global_shape, leaf.global_offset, leaf.prepend_axis_num, leaf.data.detach())
         for leaf in checkpointing.tensors_of(checkpointing.build(tree))

@@ -32,6 +32,8 @@ LAYERS = [
     {"optimizer", "precision"},
     {"_lightning"},
     {"state_dict", "optimizer_state", "checkpoint_files"},
+    {"agreement"},
+    {"checkpoint_save"},
     {"checkpoint", "stored", "plain_file"},
     {"plain"},
     {"export"},
