@@ -272,6 +272,7 @@ class PendingSave:
 
     def _try_to_write(self) -> None:
         try:
+            pass_point("writing in the background")
             self._write()
         except Exception as error:
             self._error = error

@@ -28,6 +28,11 @@ def ranks(layout: str) -> int:
     return 1 if layout == "one" else ranks_of(layout)
 
 
+def weighted(tokens: torch.Tensor) -> int:
+    """Sum of tokens that differs between samples ``[b, s]``; of a batch, the sum of theirs."""
+    return int((tokens * torch.arange(1, tokens.shape[-1] + 1)).sum())
+
+
 class Tokens(Recorder):
     """Also what was trained on, and the learning rate."""
 
@@ -38,7 +43,7 @@ class Tokens(Recorder):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        self.batches.append(int((batch[0] * torch.arange(1, batch[0].shape[1] + 1)).sum()))
+        self.batches.append(weighted(batch[0]))
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
@@ -101,13 +106,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(layout, saved_at, 
             assert torch.equal(value, after[4][name]), f"{name} of rank {rank}"
 
 
-def test_a_stateful_loader_keeps_its_own_position(tmp_path):
+@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+def test_a_stateful_loader_keeps_its_own_position(layout, tmp_path):
     pytest.importorskip("torchdata", reason="torchdata is not installed")
-    whole = run_ranks(fit, 2, "pp2", str(tmp_path / "a"), STEPS, None, True)
+    whole = run_ranks(fit, 2, layout, str(tmp_path / "a"), STEPS, None, True)
     saved = str(tmp_path / "a" / "step=3.ckpt")
-    resumed = run_ranks(fit, 2, "pp2", str(tmp_path / "b"), STEPS, saved, True)
+    resumed = run_ranks(fit, 2, layout, str(tmp_path / "b"), STEPS, saved, True)
     for before, after in zip(whole, resumed, strict=True):
-        assert after[2] == before[2][3:]
+        for complete, rest in zip(before[:4], after[:4], strict=True):
+            assert rest == complete[3:]
+        for name, value in before[4].items():
+            assert torch.equal(value, after[4][name]), name
+    # Sums over what each rank saw: every sample once in the resumed epoch, in another order next.
+    of_epoch = [sum(result[2][:5]) for result in whole]
+    rest = [sum(before[2][:3]) + sum(after[2][:2]) for before, after in zip(whole, resumed)]
+    assert rest == of_epoch
+    every = sum(weighted(sample) for sample, _ in token_dataset(SAMPLES))
+    assert (sum(of_epoch) if layout == "dp2" else of_epoch[0]) == every
+    assert whole[0][2][:3] != whole[0][2][5:]
 
 
 def save_after_fit(folder: str) -> list[float]:

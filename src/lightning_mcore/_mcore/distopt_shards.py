@@ -44,6 +44,9 @@ def owned_tree(part: Any, leaves: Mapping[int, Any]) -> dict[str, Any]:
         leaf = leaves[id(param)]
         state = part._get_main_param_and_optimizer_states(param) if start < stop else {}
         for entry in ENTRIES:
+            if entry == "param" and param.dtype == torch.float32:
+                # The main parameter is the model's own, which is in the checkpoint already.
+                continue
             key = f"{PREFIX}{entry}.{leaf.key}"
             flat = state[entry].detach().float().view(-1) if start < stop else None
             views = _views(leaf, key)
