@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -68,6 +69,13 @@ def init_world(
 def reduce_tensor(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
     """Reduces over ``group``, or returns the tensor when there is no process group."""
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """What is inside a ``DistributedSamplerWrapper``; ``None`` for other samplers."""
+    # fabric/utilities/distributed.py, _DatasetSamplerWrapper.
+    inside = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+    return getattr(inside, "_sampler", None)
 
 
 def set_rank_zero(global_rank: int) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore.checkpoint import PendingSave, TrainState, load_checkpoint, start_save
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.errors import CheckpointError, ConfigurationError
 from lightning_mcore.plain import manifest_names
 from lightning_mcore.processes import LayoutStrategy
 from lightning_mcore.run import ModelRun
@@ -56,8 +56,18 @@ class CheckpointStrategy(LayoutStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: ``save_checkpoint`` writes each rank's shards itself."""
-        return {}
+        """What of the LightningModule is outside the model that ``strategy.build`` gave.
+
+        ``save_checkpoint`` writes the model itself as each rank's shards. The rest (frozen
+        parameters, buffers, metrics that keep their state) is alike on every rank, and is kept as
+        Lightning does.
+        """
+        run = self._model_run
+        if run.pipeline is None:
+            return {}
+        held = [f"{name}." for name, part in run.module.named_modules() if part is run.pipeline]
+        state = run.module.state_dict()
+        return {name: value for name, value in state.items() if not name.startswith(tuple(held))}
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -71,7 +81,17 @@ class CheckpointStrategy(LayoutStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing to do: ``load_checkpoint`` has loaded the shards in place."""
+        """Loads what is outside the model; ``load_checkpoint`` has loaded the shards in place."""
+        saved, own = checkpoint["state_dict"], self.lightning_module_state_dict()
+        differing = sorted(saved.keys() ^ own.keys())
+        if strict and differing:
+            raise CheckpointError(
+                f"Outside of the model that strategy.build gave, {len(differing)} names are in the"
+                f" checkpoint or in the LightningModule only: {differing[:20]}; build it as it was"
+                " when it was saved, or set strict_loading=False to skip them."
+            )
+        if saved:
+            self._model_run.module.load_state_dict(saved, strict=False)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -89,7 +109,6 @@ class CheckpointStrategy(LayoutStrategy):
         self.finish_save()
         run = self._model_run
         with_optimizer = bool(checkpoint.get("optimizer_states"))
-        checkpoint.pop("state_dict", None)
         with self._engine_context():
             run.gather_parameters()
             run.share_buffers()

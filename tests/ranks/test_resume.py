@@ -10,6 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_mcore.errors import CheckpointError
+from lightning_mcore.export import export_checkpoint
 from lightning_mcore.testing import run_ranks
 from tests.gpt import GPT, token_dataset
 from tests.ranks.trainers import Recorder, dp_of, loader, make_trainer, ranks_of
@@ -119,7 +121,9 @@ def test_a_stateful_loader_keeps_its_own_position(layout, tmp_path):
             assert torch.equal(value, after[4][name]), name
     # Sums over what each rank saw: every sample once in the resumed epoch, in another order next.
     of_epoch = [sum(result[2][:5]) for result in whole]
-    rest = [sum(before[2][:3]) + sum(after[2][:2]) for before, after in zip(whole, resumed)]
+    rest = [
+        sum(before[2][:3]) + sum(after[2][:2]) for before, after in zip(whole, resumed, strict=True)
+    ]
     assert rest == of_epoch
     every = sum(weighted(sample) for sample, _ in token_dataset(SAMPLES))
     assert (sum(of_epoch) if layout == "dp2" else of_epoch[0]) == every
@@ -141,3 +145,39 @@ def test_a_checkpoint_can_be_saved_after_fit(tmp_path):
     results = run_ranks(save_after_fit, 2, str(tmp_path))
     assert results[0] == results[1]
     assert len(results[0]) == 3
+
+
+class WithMore(GPT):
+    """With state beside the model that ``strategy.build`` gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen += 1
+        self.frozen.data.fill_(7)
+
+
+def state_beside_the_model(folder: str) -> Any:
+    path = str(Path(folder) / "more.ckpt")
+    data = loader(token_dataset(SAMPLES), BATCH)
+    trainer = make_trainer({"pp": 2}, max_steps=2)
+    trainer.fit(WithMore(), data)
+    trainer.save_checkpoint(path)
+    resumed = WithMore()
+    make_trainer({"tp": 2}, max_steps=2).fit(resumed, data, ckpt_path=path)
+    with pytest.raises(CheckpointError, match=r"2 names .* \['frozen', 'seen'\]"):
+        make_trainer({"tp": 2}, max_steps=2).fit(GPT(), data, ckpt_path=path)
+    return resumed.seen.tolist(), resumed.frozen.tolist()
+
+
+def test_state_beside_the_model_is_saved_too(tmp_path):
+    for seen, frozen in run_ranks(state_beside_the_model, 2, str(tmp_path)):
+        assert seen == [2, 2, 2]
+        assert frozen == [7, 7]
+    export_checkpoint(tmp_path / "more.ckpt", tmp_path / "more.pt")
+    names = torch.load(tmp_path / "more.pt", weights_only=True)["state_dict"]
+    assert names["seen"].tolist() == [2, 2, 2]
+    assert "model.chunks.0.embedding.word_embeddings.weight" in names
