@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -699,6 +700,26 @@ def test_a_path_that_cannot_be_a_directory(tmp_path):
     assert "rank 0: FileExistsError" in below_file
     first, _ = run_ranks(save_where_it_cannot, 2, "s3://bucket/last.ckpt")
     assert "is a URL" in first
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system with room for a few files only."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk):
+    (tiny_disk / "filling").write_bytes(bytes(12 * 1024))
+    first, second = run_ranks(save_where_it_cannot, 2, str(tiny_disk / "last.ckpt"))
+    assert first == second
+    assert "No space left on device" in first
+    assert [p.name for p in tiny_disk.iterdir()] == ["filling"]
 
 
 @on_rank
