@@ -22,6 +22,7 @@ from lightning_mcore.errors import CheckpointError, ConfigurationError
 from lightning_mcore.plain import manifest_names
 from lightning_mcore.processes import LayoutStrategy
 from lightning_mcore.run import ModelRun
+from lightning_mcore.state_dict import state_beside
 
 
 class CheckpointStrategy(LayoutStrategy):
@@ -63,11 +64,7 @@ class CheckpointStrategy(LayoutStrategy):
         Lightning does.
         """
         run = self._model_run
-        if run.pipeline is None:
-            return {}
-        held = [f"{name}." for name, part in run.module.named_modules() if part is run.pipeline]
-        state = run.module.state_dict()
-        return {name: value for name, value in state.items() if not name.startswith(tuple(held))}
+        return state_beside(run.module, run.pipeline)
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

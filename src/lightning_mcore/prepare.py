@@ -38,6 +38,7 @@ from lightning_mcore.plain import init_weights
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
 from lightning_mcore.stage import Pipeline
+from lightning_mcore.state_dict import state_beside
 from lightning_mcore.switches import Facts, Switch, Switches, resolve_switches
 
 # WeightAveraging came with Lightning 2.6.
@@ -237,6 +238,7 @@ def prepare_run(
         init_weights(
             request.init_from,
             inner,
+            beside=state_beside(module, pipeline),
             strict=module.strict_loading,
             layout=layout,
             groups=state.groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +169,23 @@ def state_beside_the_model(folder: str) -> Any:
     trainer.save_checkpoint(path)
     resumed = WithMore()
     make_trainer({"tp": 2}, max_steps=2).fit(resumed, data, ckpt_path=path)
+    wrong = make_trainer({"tp": 2}, max_steps=2)
     with pytest.raises(CheckpointError, match=r"2 names .* \['frozen', 'seen'\]"):
-        make_trainer({"tp": 2}, max_steps=2).fit(GPT(), data, ckpt_path=path)
-    return resumed.seen.tolist(), resumed.frozen.tolist()
+        wrong.fit(GPT(), data, ckpt_path=path)
+    if int(os.environ["RANK"]) == 0:
+        export_checkpoint(path, f"{folder}/more.pt")
+    torch.distributed.barrier()
+    started = WithMore()
+    trainer = make_trainer({"pp": 2, "init_from": f"{folder}/more.pt"})
+    trainer.validate(started, data, verbose=False)
+    return resumed.seen.tolist(), resumed.frozen.tolist(), started.seen.tolist()
 
 
 def test_state_beside_the_model_is_saved_too(tmp_path):
-    for seen, frozen in run_ranks(state_beside_the_model, 2, str(tmp_path)):
+    for seen, frozen, started in run_ranks(state_beside_the_model, 2, str(tmp_path)):
         assert seen == [2, 2, 2]
         assert frozen == [7, 7]
-    export_checkpoint(tmp_path / "more.ckpt", tmp_path / "more.pt")
+        assert started == [2, 2, 2]
     names = torch.load(tmp_path / "more.pt", weights_only=True)["state_dict"]
     assert names["seen"].tolist() == [2, 2, 2]
     assert "model.chunks.0.embedding.word_embeddings.weight" in names
