@@ -322,10 +322,20 @@ class PendingSave:
         missing = [self._aside / _NOTE.format(rank) for rank in range(self._world_size)]
         size, since = -1, time.monotonic()
         while missing := [note for note in missing if not note.exists()]:
-            now = sum(file.stat().st_size for file in self._aside.iterdir())
+            now = _size_of(self._aside)
             if now != size:
                 size, since = now, time.monotonic()
             elif time.monotonic() - since > PATIENCE_S:
                 ranks = ", ".join(note.name.rpartition(".")[2] for note in missing[:8])
                 raise CheckpointError(f"ranks {ranks} have not written their files")
             time.sleep(_RECHECK_S)
+
+
+def _size_of(directory: Path) -> int:
+    """Bytes in the files of a directory in which other ranks still write."""
+    total = 0
+    for file in directory.iterdir():
+        # A note takes its final name.
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
