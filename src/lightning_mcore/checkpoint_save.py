@@ -205,7 +205,7 @@ class PendingSave:
     ) -> None:
         self.target = target
         self._aside = aside
-        self._planned: PlannedWrite | None = planned
+        self._planned = planned
         self._finish = finish
         self._step = step
         self._rank, self._world_size = layout.rank, layout.world_size
@@ -280,10 +280,7 @@ class PendingSave:
                 self._note(cause(error))
 
     def _write(self) -> None:
-        assert self._planned is not None, "each rank writes once"
         results = self._planned.run()
-        # Frees the copies.
-        self._planned = None
         pass_point("shards written")
         self._note(results)
         pass_point("noted what was written")

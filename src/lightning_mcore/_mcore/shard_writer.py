@@ -39,22 +39,25 @@ from lightning_mcore.errors import CheckpointError
 Tree = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedWrite:
     """What this rank is to write, and on rank 0 the index of what all ranks write."""
 
     _writer: FileSystemWriter
-    _planner: MCoreSavePlanner
+    _planner: MCoreSavePlanner | None
+    """Holds the tensors until they are written."""
     _plan: SavePlan
     _index: Metadata | None
 
     def run(self) -> list[WriteResult]:
-        """Writes this rank's files; needs no other rank and no process group.
+        """Writes this rank's files, once; needs no other rank and no process group.
 
         Returns:
             Where everything lies, to be given to ``finish``.
         """
-        written = self._writer.write_data(self._plan, self._planner)
+        assert self._planner is not None, "each rank writes once"
+        planner, self._planner = self._planner, None
+        written = self._writer.write_data(self._plan, planner)
         written.wait()
         return written.value()
 
