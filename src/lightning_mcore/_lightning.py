@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -120,6 +123,13 @@ def init_world(
 def reduce_tensor(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
     """Reduces over ``group``, or returns the tensor when there is no process group."""
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def wrapped_sampler(sampler: Any) -> Any:
+    """What is inside a ``DistributedSamplerWrapper``; ``None`` for other samplers."""
+    # fabric/utilities/distributed.py, _DatasetSamplerWrapper.
+    inside = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+    return getattr(inside, "_sampler", None)
 
 
 def set_rank_zero(global_rank: int) -> None:
@@ -228,6 +238,46 @@ def agreed_signals(trainer: pl.Trainer) -> Iterator[AgreedSignals]:
         trainer._signal_connector = connector
         connector.__dict__.pop("_sigterm_notifier_fn", None)
         loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+@contextmanager
+def checkpoints_that_wait(
+    trainer: pl.Trainer,
+    after_save: Callable[[Callable[[], Any]], None],
+    is_pending: Callable[[Any], bool],
+) -> Iterator[None]:
+    """Lets ``ModelCheckpoint`` know of a save that has no name on disk yet.
+
+    It would link ``last.ckpt`` to it at once (``_link_checkpoint``), which leaves a link to nothing
+    if the save fails; and it would give its name to another one (``file_exists``).
+
+    Args:
+        trainer: Whose callbacks to change for the duration.
+        after_save: Runs what it is given when no save is pending.
+        is_pending: Whether a path is that of a pending save.
+    """
+    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+    def link(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        main: Any = SimpleNamespace(
+            is_global_zero=True, strategy=SimpleNamespace(barrier=lambda: None)
+        )
+        if trainer.is_global_zero:
+            after_save(lambda: ModelCheckpoint._link_checkpoint(main, filepath, linkpath))
+        trainer.strategy.barrier()
+
+    def exists_in(callback: ModelCheckpoint) -> Callable[[Any, pl.Trainer], bool]:
+        original = callback.file_exists
+        return lambda path, trainer: is_pending(path) or original(path, trainer)
+
+    for callback in callbacks:
+        vars(callback).update(_link_checkpoint=link, file_exists=exists_in(callback))
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            for name in ("_link_checkpoint", "file_exists"):
+                vars(callback).pop(name, None)
 
 
 def hold_step_schedulers(configs: Sequence[LRSchedulerConfig]) -> Callable[[], None]:

@@ -21,150 +21,34 @@ import logging
 import os
 import pickle
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_mcore import optimizer_state, state_dict
 from lightning_mcore._mcore import checkpointing as engine
-from lightning_mcore.checkpoint_files import (
-    LIGHTNING_FILE,
-    SIZES,
-    cause,
-    check_visible,
-    commit,
-    is_checkpoint,
-    pass_point,
-    prepare,
-    read_manifest,
-    write_manifest,
-    write_synced,
-)
+from lightning_mcore.agreement import CheckpointGroups, Steps
+from lightning_mcore.checkpoint_files import LIGHTNING_FILE, SIZES, is_checkpoint, read_manifest
+from lightning_mcore.checkpoint_save import PendingSave, TrainState, save_checkpoint, start_save
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.layout import Layout
 
 __all__ = [
     "CheckpointGroups",
+    "PendingSave",
     "TrainState",
     "is_checkpoint",
     "load_checkpoint",
     "load_weights",
     "read_manifest",
     "save_checkpoint",
+    "start_save",
 ]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-class CheckpointGroups(Protocol):
-    """The process groups that checkpoints need."""
-
-    @property
-    def world_cpu(self) -> dist.ProcessGroup:
-        """All ranks, over gloo."""
-
-    @property
-    def dp_cp(self) -> dist.ProcessGroup:
-        """Ranks that hold copies of the same shards."""
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """What is saved, or loaded in place."""
-
-    chunks: Sequence[nn.Module]
-    """This rank's chunks as the user built them, in the order of their stages."""
-    optimizer: Any = None
-    """The engine's optimizer; ``None`` saves weights only."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Objects of this rank alone by name. Loading at the same layout puts the saved ones here."""
-
-
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    state: TrainState,
-    lightning_state: Mapping[str, Any],
-    *,
-    layout: Layout,
-    groups: CheckpointGroups,
-    info: Mapping[str, Any],
-) -> None:
-    """Saves atomically. Collective over the world.
-
-    Args:
-        path: Directory to create, the same on every rank, on a file system that all ranks share. An
-            existing checkpoint is replaced when the new one is complete.
-        state: Model, optimizer and objects of each rank. Random states go with the optimizer.
-        lightning_state: Lightning's dict without ``state_dict`` and ``optimizer_states``; rank 0's
-            is written.
-        layout: Sizes and this rank's place.
-        groups: For agreement between ranks and for sharing the writing.
-        info: Further entries of the manifest, such as precision and step.
-
-    Raises:
-        CheckpointError: On every rank, naming each rank that failed and the cause.
-    """
-    target = Path(path)
-    box = [secrets.token_hex(4)]
-    dist.broadcast_object_list(box, 0, group=groups.world_cpu)
-    aside = target.with_name(f".{target.name}.{box[0]}.tmp")
-    main = layout.rank == 0
-    metadata = engine.sharding_metadata(groups.dp_cp)
-
-    def step(what: str, action: Callable[[], T], *, collective: bool = False) -> T:
-        outcome = f"`{target}` was not saved"
-        return _together(outcome, what, action, groups, collective=collective)
-
-    def gather_optimizer(model: engine.Tree) -> tuple[engine.Tree, dict[str, Any]]:
-        cpu = groups.world_cpu
-        tree = optimizer_state.optimizer_tree(state.optimizer, model, metadata, cpu)
-        return tree, optimizer_state.optimizer_settings(state.optimizer, cpu)
-
-    def add_rank_objects(tree: engine.Tree) -> engine.Tree:
-        tree["extra"] = state_dict.rank_tree(state.extra, state_dict.EXTRA_PREFIX, layout)
-        if state.optimizer is not None:
-            rng = state_dict.rng_states()
-            tree["rng"] = state_dict.rank_tree(rng, state_dict.RNG_PREFIX, layout)
-        return engine.build(tree)
-
-    def finish(common: dict[str, Any]) -> None:
-        engine.write_common(aside, common)
-        pass_point("common.pt written")
-        write_synced(aside / LIGHTNING_FILE, lambda file: torch.save(dict(lightning_state), file))
-        pass_point("lightning.pt written")
-        write_manifest(aside, layout, {**info, "optimizer": state.optimizer is not None})
-
-    try:
-        step("preparing the directory", lambda: prepare(target, aside) if main else None)
-        step("finding the directory", lambda: check_visible(aside))
-        tree = step(
-            "describing the model", lambda: state_dict.model_tree(state.chunks, layout, metadata)
-        )
-        common: dict[str, Any] = {}
-        if state.optimizer is not None:
-            tree["optimizer"], common["optimizer"] = step(
-                "gathering optimizer state", lambda: gather_optimizer({**tree}), collective=True
-            )
-        shards = step("describing shards", lambda: add_rank_objects(tree))
-        step(
-            "writing shards",
-            lambda: engine.write(aside, shards, dp_cp=groups.dp_cp, world_cpu=groups.world_cpu),
-            collective=True,
-        )
-        step("writing the manifest", lambda: finish(common) if main else None)
-        step("renaming", lambda: commit(aside, target) if main else None)
-    except CheckpointError:
-        if main:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def load_checkpoint(
@@ -198,7 +82,7 @@ def load_checkpoint(
         CheckpointError: On every rank, with the cause.
     """
     target = Path(path)
-    step = _loading(target, groups)
+    step = Steps(f"`{target}` was not loaded", groups.world_cpu)
     manifest = step("checking files", lambda: read_manifest(target))
     lightning_state = step(
         "reading Lightning's state",
@@ -235,7 +119,7 @@ def load_weights(
         CheckpointError: On every rank, with the cause.
     """
     target = Path(path)
-    step = _loading(target, groups)
+    step = Steps(f"`{target}` was not loaded", groups.world_cpu)
     step("checking files", lambda: read_manifest(target))
     _load(step, target, TrainState(chunks), None, strict, layout, groups, [])
 
@@ -243,20 +127,8 @@ def load_weights(
 # ------------------------------------------------------------------------------ loading
 
 
-class _Step(Protocol):
-    def __call__(self, what: str, action: Callable[[], T], *, collective: bool = False) -> T: ...
-
-
-def _loading(target: Path, groups: CheckpointGroups) -> _Step:
-    def step(what: str, action: Callable[[], T], *, collective: bool = False) -> T:
-        outcome = f"`{target}` was not loaded"
-        return _together(outcome, what, action, groups, collective=collective)
-
-    return step
-
-
 def _load(
-    step: _Step,
+    step: Steps,
     target: Path,
     state: TrainState,
     optimizer: Any,
@@ -320,62 +192,3 @@ def _load_pickle(file: Path, weights_only: bool) -> dict[str, Any]:
             " torch.serialization.add_safe_globals."
         ) from error
     return loaded
-
-
-# ------------------------------------------------------------------------------ agreement
-
-
-def _together(
-    outcome: str,
-    what: str,
-    action: Callable[[], T],
-    groups: CheckpointGroups,
-    *,
-    collective: bool = False,
-) -> T:
-    """Runs ``action`` on every rank; if it fails on any, all raise the same error.
-
-    An action that is ``collective`` itself raises CheckpointError on all ranks alike. At any other
-    error, ranks may be waiting in it, out of reach: this one raises at once, so that its end frees
-    them.
-    """
-    error: BaseException | None = None
-    result: Any = None
-    try:
-        if not collective:
-            pass_point(what)
-        result = action()
-    except engine.CheckpointException as caught:
-        error = caught
-    except Exception as caught:
-        if collective and not isinstance(caught, CheckpointError):
-            text = f"{outcome}: {what} failed on rank {dist.get_rank()}: {cause(caught)}"
-            raise CheckpointError(text) from caught
-        error = caught
-    failures: list[Any] = [None] * dist.get_world_size(groups.world_cpu)
-    try:
-        dist.all_gather_object(failures, _failures(error), group=groups.world_cpu)
-    except RuntimeError as lost:
-        raise CheckpointError(
-            f"{outcome}: while {what}, another rank was lost ({cause(error or lost)})."
-        ) from (error or lost)
-    by_cause: dict[str, list[int]] = {}
-    for rank, text in sorted({k: v for one in failures for k, v in one.items()}.items()):
-        by_cause.setdefault(text, []).append(rank)
-    if by_cause:
-        listed = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in by_cause.items())
-        raise CheckpointError(f"{outcome}: {what} failed on {listed}") from error
-    return result  # type: ignore[no-any-return]
-
-
-def _failures(error: BaseException | None) -> dict[int, str]:
-    """Causes by rank; torch's checkpoint errors carry those of other ranks."""
-    if isinstance(error, engine.CheckpointException):
-        return {rank: cause(pair[0]) for rank, pair in error.failures.items()}
-    return {} if error is None else {dist.get_rank(): cause(error)}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

@@ -187,13 +187,15 @@ def _write_lightning(
     aside: Path, view: PlainView, prefix: str, checkpoint: StoredCheckpoint, weights_only: bool
 ) -> None:
     state: dict[str, Any] = load_pickle(checkpoint.lightning_file)
+    outside = state.pop("state_dict", {})
     if weights_only:
         state = {key: state[key] for key in WEIGHTS_ONLY_KEYS if key in state}
     weights: dict[str, Any] = {f"{prefix}{name}": view.read(name) for name in view.tensors}
     weights |= {f"{prefix}{name}": view.read_object(name) for name in view.objects}
     if view.kind == "megatron" and view.tensors.keys() >= _GPT_NAMES:
         weights.setdefault(f"{prefix}{_NOT_STORED}", None)
-    write_synced(aside, lambda file: torch.save({**state, "state_dict": weights}, file))
+    whole = {**state, "state_dict": {**weights, **outside}}
+    write_synced(aside, lambda file: torch.save(whole, file))
 
 
 def _written(out: Path, write: Callable[[Path], None]) -> None:

@@ -12,19 +12,21 @@ and, per rank, the random state from which the epoch's order was drawn.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_mcore import _lightning
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.parallel_state import ParallelState
 
-RandomState = tuple[Any, Any, Any]
+RandomState = tuple[Any, ...]
 
 
 def agreeing_loader(loader: Any, state: ParallelState) -> Any:
@@ -57,6 +59,31 @@ def agreeing_loader(loader: Any, state: ParallelState) -> Any:
 def saves_position(loader: Any) -> bool:
     """Whether a loader saves its position, such as torchdata's StatefulDataLoader."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def restores_order(loader: Any) -> bool:
+    """Whether a loader that saves its position also finds its order again.
+
+    Not with a sampler that Lightning has put around the loader's own to deal it to ranks
+    (``DistributedSamplerWrapper``): it draws the whole order whenever an iterator is made, and
+    torchdata makes several to restore one, each with another order.
+    """
+    return not any(isinstance(s, DistributedSamplerWrapper) for s in _samplers(loader))
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Samplers of a loader from the outermost to that which draws."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = [batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None)]
+    inside = [_lightning.wrapped_sampler(sampler) for sampler in found]
+    return [sampler for sampler in (*found, *inside) if sampler is not None]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Random streams of its own that a loader's order comes from."""
+    owners = (loader, *_samplers(loader))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 class _LoaderAround:
@@ -151,12 +178,12 @@ class ResumableLoader(_LoaderAround):
         """Yields the batches of an epoch, or those that are left of an interrupted one."""
         skip, self._skip = self._skip, 0
         if not skip:
-            self.epoch_start = random_state()
+            self.epoch_start = random_state(_generators(self.loader))
             yield from self.loader
             return
         now = random_state()
         if self.epoch_start is not None:
-            set_random_state(self.epoch_start)
+            set_random_state(self.epoch_start, _generators(self.loader))
         iterator = iter(self.loader)
         for _ in range(skip):
             next(iterator, None)
@@ -173,16 +200,19 @@ class ResumableLoader(_LoaderAround):
         self._skip = int(state_dict.get("batches", 0))
 
 
-def random_state() -> RandomState:
-    """State of the host's random streams, from which loaders draw."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+def random_state(generators: Sequence[torch.Generator] = ()) -> RandomState:
+    """State of the host's random streams, from which loaders draw, and of ``generators``."""
+    own = [generator.get_state() for generator in generators]
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), *own
 
 
-def set_random_state(state: RandomState) -> None:
+def set_random_state(state: RandomState, generators: Sequence[torch.Generator] = ()) -> None:
     """Restores ``random_state``."""
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
+    for generator, own in zip(generators, state[3:], strict=False):
+        generator.set_state(own)
 
 
 _NONE = object()

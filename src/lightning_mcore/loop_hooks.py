@@ -25,7 +25,6 @@ from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
-from lightning_mcore.environment import EnvironmentPlan
 from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import agreeing_loader
@@ -56,7 +55,7 @@ class LoopStrategy(CheckpointStrategy):
     def __init__(
         self, request: Request, process_group_backend: str | None, timeout_s: float
     ) -> None:
-        super().__init__(process_group_backend, timeout_s)
+        super().__init__(process_group_backend, timeout_s, async_save=request.async_save)
         self._request = request
         self._layout: Layout | None = None
         self._switches: Switches | None = None
@@ -181,6 +180,7 @@ class LoopStrategy(CheckpointStrategy):
         self._switches = self._run.switches
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
         self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
+        self._exits.enter_context(self._links_and_names(trainer))
         self._run.signals = self._exits.enter_context(_lightning.agreed_signals(trainer))
 
     def _make_optimizer(self, trainer: pl.Trainer) -> torch.optim.Optimizer:
@@ -208,6 +208,7 @@ class LoopStrategy(CheckpointStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._finish_settled_save()
         batch, *rest = args
         if self._release_schedulers is not None:
             self._release_schedulers()
@@ -289,11 +290,13 @@ class LoopStrategy(CheckpointStrategy):
 
     @override
     def on_train_end(self) -> None:
+        super().on_train_end()
         self._model_run.set_hooks(False)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -305,6 +308,7 @@ class LoopStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         self._checked_batch = False
         try:
+            self.finish_save()
             if self._failed and self._state is not None:
                 self._run = None
                 stop_userbuffers()
@@ -319,5 +323,5 @@ class LoopStrategy(CheckpointStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles what the user asked for, not the processes and models of a run."""
-        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers"))
+        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_pending"))
         return {**super().__getstate__(), **fresh, "_exits": ExitStack()}

@@ -37,14 +37,14 @@ _NOT_SAVED = {
 # ------------------------------------------------------------------------------ saving
 
 
-def optimizer_tree(optimizer: Any, model: Tree, metadata: dict[str, Any], group: Any) -> Tree:
-    """Tensors and objects of an optimizer's state. Collective over the data-parallel groups."""
+def optimizer_tree(optimizer: Any, model: Tree, group: Any) -> Tree:
+    """Tensors and objects of an optimizer's state. Collective over ``group``, all ranks."""
     tree: Tree = {}
     shared_step = len(_all_steps(optimizer, group)) <= 1
     for index, part in enumerate(engine.parts_of(optimizer)):
         engine.materialize(part)
         if engine.is_distributed(part):
-            tree[f"part{index}"] = engine.distributed_tree(part, model, metadata, is_loading=False)
+            tree[f"part{index}"] = engine.distributed_tree(part, model)
         else:
             tree[f"part{index}"] = _plain_optimizer_tree(part, model, shared_step)
     return tree
@@ -154,7 +154,7 @@ def optimizer_request(
     tree: Tree = {}
     for index, part in enumerate(engine.parts_of(optimizer)):
         if engine.is_distributed(part):
-            state = engine.distributed_tree(part, model, metadata, is_loading=True)
+            state = engine.distributed_request(part, model, metadata)
             for tensors in state.values():
                 _name_main_param(tensors, stored)
             tree[f"part{index}"] = state

@@ -4,18 +4,18 @@ Enters: one file that holds the whole model under plain names. Leaves: each rank
 this rank's chunks, in any layout. Files are mapped into memory, so a rank reads the pages of its
 part only, and nothing in them is run.
 
-Every rank of the world calls ``init_weights``, ``load_plain_weights`` and ``manifest_names``; all
-ranks return, or all raise the same ``CheckpointError``.
+Every rank of the world calls ``init_weights`` and ``manifest_names``; all return, or all raise the
+same ``CheckpointError``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,18 @@ from lightning_mcore import names, state_dict
 from lightning_mcore._mcore import checkpointing as engine
 from lightning_mcore._mcore import slices
 from lightning_mcore._mcore.slices import Slice
+from lightning_mcore.agreement import CheckpointGroups, Steps
 from lightning_mcore.build import PlainChunk
-from lightning_mcore.checkpoint import CheckpointGroups, load_weights
-from lightning_mcore.checkpoint_files import cause
+from lightning_mcore.checkpoint import load_weights
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.layout import Layout
 from lightning_mcore.plain_file import read_plain
 from lightning_mcore.sequential import SequentialChunk
 from lightning_mcore.stage import Pipeline
 
-__all__ = ["init_weights", "load_plain_weights", "manifest_names"]
+__all__ = ["init_weights", "manifest_names"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _PROBES = 20
 """Tensors by which the prefix of a file's names is found."""
@@ -47,6 +46,7 @@ def init_weights(
     path: str | os.PathLike[str],
     chunks: Sequence[nn.Module],
     *,
+    beside: Mapping[str, Any],
     strict: bool = True,
     layout: Layout,
     groups: CheckpointGroups,
@@ -56,7 +56,9 @@ def init_weights(
     Args:
         path: Directory of ours, or a file with a state dict (``.ckpt``, ``.pt``, ``.safetensors``).
         chunks: This rank's chunks as the user built them.
-        strict: Whether names that are missing or unexpected in the file are an error.
+        beside: Tensors of the LightningModule outside of them by name; a plain file may have some.
+        strict: Whether names that are missing or unexpected in the file are an error; other shapes
+            are one in any case.
         layout: Sizes and this rank's place.
         groups: For agreement between ranks.
 
@@ -65,35 +67,26 @@ def init_weights(
     """
     is_file = [Path(path).is_file()]
     dist.broadcast_object_list(is_file, 0, group=groups.world_cpu)
-    load = load_plain_weights if is_file[0] else load_weights
-    load(path, chunks, strict=strict, layout=layout, groups=groups)
+    if is_file[0]:
+        _load_plain(Path(path), chunks, beside, strict=strict, layout=layout, groups=groups)
+    else:
+        load_weights(path, chunks, strict=strict, layout=layout, groups=groups)
 
 
-def load_plain_weights(
-    path: str | os.PathLike[str],
+def _load_plain(
+    path: Path,
     chunks: Sequence[nn.Module],
+    beside: Mapping[str, Any],
     *,
-    strict: bool = True,
+    strict: bool,
     layout: Layout,
     groups: CheckpointGroups,
 ) -> None:
-    """Loads this rank's part of a whole model from one file. Collective over the world.
+    """The same from one file that holds the whole model.
 
     Names may have any prefix in front (``model.``, ``module.``). Another padding of the vocabulary
     is cut or filled up with zeros; another dtype is converted; both are logged on rank 0.
-
-    Args:
-        path: File with a state dict, or with one under ``"state_dict"``.
-        chunks: This rank's chunks as the user built them.
-        strict: Whether names that are missing or unexpected in the file are an error; other shapes
-            are one in any case.
-        layout: Sizes and this rank's place.
-        groups: For agreement between ranks.
-
-    Raises:
-        CheckpointError: On every rank, naming tensors, or ranks with the cause.
     """
-    path = Path(path)
 
     def describe() -> tuple[dict[str, Any], list[_Wanted]]:
         metadata = engine.sharding_metadata(groups.dp_cp)
@@ -104,12 +97,13 @@ def load_plain_weights(
             for wanted in _wanted_of(chunk, f"model{index}", tree[f"model{index}"])
         ]
 
-    (found, wanted), everyone = _agree(
-        path, describe, groups, lambda result: {w.names: w.described for w in result[1]}
+    step = Steps(f"`{path}` was not loaded", groups.world_cpu)
+    (found, wanted), everyone = step.sharing(
+        "reading names", describe, lambda result: {w.names: w.described for w in result[1]}
     )
     whole = {names: described for one in everyone for names, described in one.items()}
     match = _Match(found, whole)
-    problems = match.problems(strict=strict)
+    problems = match.problems(strict=strict, beside=beside)
     if problems:
         raise CheckpointError(
             f"`{path}` does not fit the model: {problems}; build the model as it was when it was"
@@ -126,8 +120,11 @@ def load_plain_weights(
             if value is not None:
                 loaded.setdefault(one.chunk, {})[one.local] = value
         state_dict.load_model(chunks, loaded)
+        for name, tensor in beside.items():
+            if name in found and isinstance(tensor, Tensor):
+                tensor.detach().copy_(found[name])
 
-    _agree(path, install, groups, lambda _: None)
+    step("installing the weights", install)
 
 
 # ------------------------------------------------------------------------------ names
@@ -246,7 +243,7 @@ class _Match:
     def _name(self, aliases: tuple[str, ...], prefix: str) -> str | None:
         return next((n for alias in aliases if (n := prefix + alias) in self._found), None)
 
-    def problems(self, *, strict: bool) -> str:
+    def problems(self, *, strict: bool, beside: Mapping[str, Any]) -> str:
         """What does not fit, as part of a sentence."""
         shapes = [
             f"{self._names[aliases]}: {has} in the file, {list(described[0])} in the model"
@@ -255,7 +252,7 @@ class _Match:
         ]
         texts = [_listed("tensors have other shapes", shapes)]
         if strict:
-            known = set(self._names.values())
+            known = {*self._names.values(), *beside}
             missing = [
                 self._prefix + aliases[0]
                 for aliases, name in self._names.items()
@@ -328,35 +325,3 @@ def _listed(what: str, entries: Sequence[str], most: int = 20) -> str:
         return ""
     more = f" and {len(entries) - most} more" if len(entries) > most else ""
     return f"{len(entries)} {what}: {', '.join(sorted(entries)[:most])}{more}"
-
-
-# ------------------------------------------------------------------------------ agreement
-
-
-def _agree(
-    path: Path, action: Callable[[], T], groups: CheckpointGroups, share: Callable[[T], Any]
-) -> tuple[T, list[Any]]:
-    """Runs ``action`` on every rank; if it fails on any, all raise the same error.
-
-    Returns:
-        The result, and what every rank shares of its own.
-    """
-    result: Any = None
-    error: Exception | None = None
-    mine: tuple[str | None, Any]
-    try:
-        result = action()
-        mine = (None, share(result))
-    except Exception as caught:
-        error = caught
-        mine = (cause(caught), None)
-    everyone: list[Any] = [None] * dist.get_world_size(groups.world_cpu)
-    dist.all_gather_object(everyone, mine, group=groups.world_cpu)
-    failed: dict[str, list[int]] = {}
-    for rank, (text, _) in enumerate(everyone):
-        if text is not None:
-            failed.setdefault(text, []).append(rank)
-    if failed:
-        listed = "; ".join(f"on ranks {ranks[:8]}: {text}" for text, ranks in failed.items())
-        raise CheckpointError(f"Weights were not loaded from `{path}`: {listed}") from error
-    return result, [shared for _, shared in everyone]

@@ -44,6 +44,7 @@ from lightning_mcore.plain import init_weights
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
 from lightning_mcore.stage import Pipeline
+from lightning_mcore.state_dict import state_beside
 from lightning_mcore.switches import (
     Facts,
     Switches,
@@ -77,6 +78,8 @@ class Request:
     """Dimensions that the LightningModule declares; known once there is one."""
     topology: Topology | None = None
     """The machines, where the user states them."""
+    async_save: bool = False
+    """Whether checkpoints are written while training goes on."""
     init_from: str | Path | None = None
     """Checkpoint to load weights from."""
     seq_length: int | None = None
@@ -333,6 +336,7 @@ def prepare_run(
         init_weights(
             request.init_from,
             inner,
+            beside=state_beside(module, pipeline),
             strict=module.strict_loading,
             layout=layout,
             groups=state.groups,

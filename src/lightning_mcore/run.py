@@ -27,7 +27,7 @@ from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
-from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
+from lightning_mcore.loaders import RandomState, ResumableLoader, restores_order, saves_position
 from lightning_mcore.metrics import set_batch_value
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import from_last_stage, merge_outputs
@@ -288,7 +288,7 @@ class ModelRun:
 
     def train_loader(self, trainer: pl.Trainer, loader: Any) -> Any:
         """A training loader with a position, unless the loader keeps one itself."""
-        if saves_position(loader):
+        if saves_position(loader) and restores_order(loader):
             return loader
         resumable = ResumableLoader(loader, partial(_position, trainer), self.epoch_start)
         self.epoch_start = None

@@ -77,6 +77,18 @@ def load_model(chunks: Sequence[nn.Module], loaded: Tree) -> None:
             chunk.load_state_dict(values, strict=False)
 
 
+def state_beside(module: nn.Module, model: nn.Module | None) -> dict[str, Any]:
+    """What a LightningModule keeps outside of the model that ``strategy.build`` gave, by name.
+
+    Frozen parameters, buffers, metrics that keep their state: alike on every rank. Nothing for a
+    module that is its own model (``None``).
+    """
+    held = tuple(f"{name}." for name, part in module.named_modules() if part is model)
+    if not held:
+        return {}
+    return {name: v for name, v in module.state_dict().items() if not name.startswith(held)}
+
+
 # ------------------------------------------------------------------------------ what fits
 
 

@@ -98,6 +98,8 @@ class MCoreStrategy(LoopStrategy):
         ddp: Further fields of the engine's DistributedDataParallelConfig.
         optimizer: Further fields of the engine's OptimizerConfig.
         init_from: Checkpoint of ours or plain file to load weights (only) from, in any layout.
+        async_save: Writes checkpoints while training goes on, from a copy (on the host) of the step
+            that asked for one. A failure is raised at a later step, save or the end of training.
         timeout_s: Seconds after which a collective that some rank has not joined fails.
         process_group_backend: Backend of the world group; by default nccl on GPUs, gloo on CPU.
 
@@ -148,6 +150,7 @@ class MCoreStrategy(LoopStrategy):
         ddp: dict[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
         init_from: str | Path | None = None,
+        async_save: bool = False,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
     ) -> None:
@@ -185,6 +188,7 @@ class MCoreStrategy(LoopStrategy):
             ),
             topology=topology,
             init_from=init_from,
+            async_save=async_save,
             seq_length=seq_length,
             per_token_loss=per_token_loss,
         )

@@ -8,12 +8,14 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import nn
 
 from lightning_mcore import checkpoint_files, optimizer_state, state_dict
@@ -26,6 +28,7 @@ from lightning_mcore.checkpoint import (
     load_weights,
     read_manifest,
     save_checkpoint,
+    start_save,
 )
 from lightning_mcore.config import ParallelSizes
 from lightning_mcore.errors import CheckpointError
@@ -49,6 +52,7 @@ LAYOUTS = {
     "ep2": (2, {"ep": 2}, True),
     "tp2pp2": (4, {"tp": 2, "pp": 2}, False),
     "tp2dp2": (4, {"tp": 2}, True),
+    "pp2ep2": (4, {"pp": 2, "ep": 2}, True),
 }
 
 
@@ -73,7 +77,26 @@ def on_rank(function):
     return wrapper
 
 
-def build_gpt(layout, *, distributed, seed, optimizer="engine", bf16=False, **model):
+def store_transposed(chunk):
+    """Stores the output layer transposed, as ``GroupedMLP`` does with its experts: a copy."""
+    describe = chunk.sharded_state_dict
+
+    def build(key, tensor, replica_id, flattened_range):
+        copied = tensor.t().contiguous()
+        return ShardedTensor.from_rank_offsets(key, copied, replica_id=replica_id)
+
+    def with_copy(*args, **kwargs):
+        tree = describe(*args, **kwargs)
+        leaf = tree["output_layer.weight"]
+        parts = (leaf.key, leaf.data, build, torch.t, leaf.replica_id)
+        return {**tree, "output_layer.weight": ShardedTensorFactory(*parts)}
+
+    chunk.sharded_state_dict = with_copy
+
+
+def build_gpt(
+    layout, *, distributed, seed, optimizer="engine", bf16=False, transposed=False, **model
+):
     """Chunks as a user built them, the same wrapped, and the optimizer over two groups."""
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if bf16 else torch.float32
@@ -98,6 +121,8 @@ def build_gpt(layout, *, distributed, seed, optimizer="engine", bf16=False, **mo
         gpt_chunk(is_first=s.is_first, is_last=s.is_last, vp_stage=s.vp_stage, **model, **fields)
         for s in stages_of(layout)
     ]
+    if transposed:
+        store_transposed(chunks[-1])
     config = chunks[0].config
     wrapped = engine.wrap_ddp(
         [engine.to_model_precision(chunk, config) for chunk in chunks],
@@ -171,9 +196,7 @@ def whole_state(layout, groups, chunks, optimizer):
     model = state_dict.model_tree(chunks, layout, metadata)
     tree = {**model}
     if optimizer is not None:
-        tree["optimizer"] = optimizer_state.optimizer_tree(
-            optimizer, model, metadata, groups.world_cpu
-        )
+        tree["optimizer"] = optimizer_state.optimizer_tree(optimizer, model, groups.world_cpu)
     local = [
         (leaf.key, leaf.global_shape, leaf.global_offset, leaf.prepend_axis_num, leaf.data.detach())
         for leaf in checkpointing.tensors_of(checkpointing.build(tree))
@@ -256,7 +279,7 @@ def check_pair(tmp_path, saved, loaded, tolerance=1e-5, **model):
 
 @pytest.mark.parametrize("saved", ["dp2", "tp2", "pp2", "pp2vpp2"])
 def test_two_ranks_load_what_any_two_ranks_saved(tmp_path, saved):
-    check_pair(tmp_path, saved, ["dp2", "tp2", "pp2", "pp2vpp2"])
+    check_pair(tmp_path, saved, ["dp2", "tp2", "pp2", "pp2vpp2", "tp2pp2"])
 
 
 def test_one_rank_and_two(tmp_path):
@@ -264,16 +287,34 @@ def test_one_rank_and_two(tmp_path):
 
 
 def test_four_ranks_and_two(tmp_path):
-    check_pair(tmp_path, "tp2pp2", ["tp2pp2", "tp2dp2", "pp2vpp2", "one"])
+    check_pair(tmp_path, "tp2pp2", ["tp2pp2", "tp2dp2", "dp2", "tp2", "pp2", "pp2vpp2", "one"])
 
 
 def test_tied_embeddings_over_stages(tmp_path):
     check_pair(tmp_path, "pp2", ["pp2", "dp2", "tp2"], tied=True)
 
 
-@pytest.mark.parametrize("saved", ["dp2", "ep2"])
-def test_experts(tmp_path, saved):
-    check_pair(tmp_path, saved, ["one", "dp2", "ep2"], experts=4)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("ep2", ["one", "dp2", "ep2", "pp2", "pp2vpp2", "pp2ep2"]),
+        ("dp2", ["one", "dp2", "ep2"]),
+        ("pp2", ["ep2"]),
+        ("pp2vpp2", ["ep2", "pp2ep2"]),
+        ("pp2ep2", ["ep2", "pp2ep2"]),
+    ],
+)
+def test_experts(tmp_path, saved, loaded):
+    """Not with tp: the engine trains experts under it with sequence parallelism only, on GPUs."""
+    check_pair(tmp_path, saved, loaded, experts=4)
+
+
+def test_parameters_that_are_stored_in_parts(tmp_path):
+    check_pair(tmp_path, "dp2", ["dp2", "tp2"], gated_linear_unit=True)
+
+
+def test_parameters_that_are_stored_as_copies(tmp_path):
+    check_pair(tmp_path, "dp2", ["dp2", "one"], transposed=True)
 
 
 @pytest.mark.parametrize("saved", ["dp2", "tp2"])
@@ -556,9 +597,20 @@ LOCAL_POINTS = (
     "finding the directory",
     "describing the model",
     "describing shards",
+    "taking Lightning's state",
+    "writing shards",
+    "shards written",
+    "noted what was written",
     "writing the manifest",
 )
-MAIN_POINTS = ("common.pt written", "lightning.pt written", "manifest written", "renaming")
+BACKGROUND_POINTS = ("snapshot taken", "writing in the background")
+MAIN_POINTS = (
+    "index written",
+    "common.pt written",
+    "lightning.pt written",
+    "manifest written",
+    "renaming",
+)
 COMMIT_POINTS = ("exchanged", "renamed")
 
 
@@ -589,13 +641,16 @@ def errors_of_saving(layout, groups, path):
     steps_on_blocks(chunk, inner, 1)
     places = {"layout": layout, "groups": groups}
 
-    def save(step):
+    def save(step, background=False):
         info = {"global_step": step}
-        save_checkpoint(path, TrainState([chunk], wrapped), {"step": step}, info=info, **places)
+        options = {"info": info, "background": background, **places}
+        start_save(path, TrainState([chunk], wrapped), {"step": step}, **options).commit()
 
     save(1)
     found = []
-    for point in (*LOCAL_POINTS, *MAIN_POINTS, "disk"):
+    points = [(p, False) for p in (*LOCAL_POINTS, *MAIN_POINTS, "disk")]
+    points += [(p, True) for p in (BACKGROUND_POINTS[1], *LOCAL_POINTS, *MAIN_POINTS, "disk")]
+    for point, background in points:
         for rank in range(layout.world_size if point not in MAIN_POINTS else 1):
             real = os.fsync
             if point == "disk":
@@ -605,7 +660,7 @@ def errors_of_saving(layout, groups, path):
                 error = OSError(28, "No space left on device")
                 checkpoint_files.fault_hook = fail_at(point, rank, error)
             with pytest.raises(CheckpointError) as caught:
-                save(2)
+                save(2, background)
             os.fsync = real
             checkpoint_files.fault_hook = None
             dist.barrier()
@@ -619,7 +674,7 @@ def errors_of_saving(layout, groups, path):
 def test_a_failure_on_any_rank_is_the_same_error_on_all_and_keeps_the_old_one(tmp_path):
     path = tmp_path / "last.ckpt"
     (first, last), (second, _) = run_ranks(errors_of_saving, 2, str(path), sizes={"pp": 2})
-    assert len(first) == 2 * len(LOCAL_POINTS) + len(MAIN_POINTS) + 2
+    assert len(first) == 2 * (2 * len(LOCAL_POINTS) + len(MAIN_POINTS) + 2) + 2
     for (rank, message, step, beside), (_, other, _, _) in zip(first, second, strict=True):
         assert message == other
         assert f"rank {rank}: OSError: [Errno 28] No space left on device" in message
@@ -645,8 +700,28 @@ def test_a_path_that_cannot_be_a_directory(tmp_path):
     assert "is a URL" in first
 
 
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system with room for a few files only."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk):
+    (tiny_disk / "filling").write_bytes(bytes(12 * 1024))
+    first, second = run_ranks(save_where_it_cannot, 2, str(tiny_disk / "last.ckpt"))
+    assert first == second
+    assert "No space left on device" in first
+    assert [p.name for p in tiny_disk.iterdir()] == ["filling"]
+
+
 @on_rank
-def killed_in_a_save(layout, groups, path, point, victim):
+def killed_in_a_save(layout, groups, path, point, victim, background):
     chunk, inner, wrapped = build_blocks(layout, 1)
     steps_on_blocks(chunk, inner, 1)
 
@@ -659,20 +734,30 @@ def killed_in_a_save(layout, groups, path, point, victim):
     checkpoint_files.fault_hook = kill
     state = TrainState([chunk], wrapped)
     places = {"layout": layout, "groups": groups}
-    save_checkpoint(path, state, {"step": 2}, info={"global_step": 2}, **places)
+    options = {"info": {"global_step": 2}, "background": background, **places}
+    pending = start_save(path, state, {"step": 2}, **options)
+    while not pending.settled():
+        steps_on_blocks(chunk, inner, 1)
+    pending.commit()
 
 
 KILLS = [
-    *((point, victim) for point in (*LOCAL_POINTS, "shards") for victim in (0, 1)),
-    *((point, 0) for point in (*MAIN_POINTS, *COMMIT_POINTS)),
+    *((point, victim, False) for point in (*LOCAL_POINTS, "shards") for victim in (0, 1)),
+    *((point, 0, False) for point in (*MAIN_POINTS, *COMMIT_POINTS)),
+    *((point, victim, True) for point in (*BACKGROUND_POINTS, "shards") for victim in (0, 1)),
+    *((point, 1, True) for point in ("shards written", "noted what was written")),
+    *((point, 0, True) for point in ("index written", "renaming", *COMMIT_POINTS)),
 ]
 
 
-@pytest.mark.parametrize(("point", "victim"), KILLS)
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(own_copy, tmp_path, point, victim):
+@pytest.mark.parametrize(("point", "victim", "background"), KILLS)
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
+    own_copy, tmp_path, point, victim, background
+):
     path = own_copy
+    places = {"sizes": {"pp": 2}, "timeout_s": 30}
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(killed_in_a_save, 2, str(path), point, victim, sizes={"pp": 2}, timeout_s=30)
+        run_ranks(killed_in_a_save, 2, str(path), point, victim, background, **places)
     complete = point in COMMIT_POINTS
     assert is_checkpoint(path)
     assert read_manifest(path).get("global_step") == (2 if complete else None)
@@ -684,8 +769,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(own_copy, tmp_path, poin
 
 def test_remains_of_a_killed_save_are_removed_by_the_next(tmp_path):
     path = tmp_path / "last.ckpt"
+    places = {"sizes": {"pp": 2}, "timeout_s": 30}
     with pytest.raises(RankError):
-        run_ranks(killed_in_a_save, 2, str(path), "renaming", 0, sizes={"pp": 2}, timeout_s=30)
+        run_ranks(killed_in_a_save, 2, str(path), "renaming", 0, False, **places)
     assert not path.exists()
     assert len(list(tmp_path.iterdir())) == 1
     saved = run_ranks(plain_blocks, 2, str(path), False, sizes={"pp": 2})

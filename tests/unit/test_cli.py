@@ -170,7 +170,9 @@ def test_a_cut_safetensors_file(tmp_path, weights):
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     write_safetensors(path, shapes, weights.__getitem__, {})
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="is said to be at"):
+    with pytest.raises(
+        CheckpointError, match=r"not a complete safetensors file: .*not fully covered"
+    ):
         read_safetensors(path)
 
 

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import distributed as fabric_distributed
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -202,3 +203,35 @@ def test_register_strategies():
         assert name in StrategyRegistry.available_strategies()
         assert isinstance(StrategyRegistry.get(name), MCoreStrategy)
     assert StrategyRegistry.get("mcore_cpu").process_group_backend == "gloo"
+
+
+def test_checkpoints_that_wait(tmp_path):
+    keep = ModelCheckpoint(tmp_path, save_last="link")
+    assert {"_link_checkpoint", "file_exists"} <= set(dir(keep))
+    parameters = inspect.signature(ModelCheckpoint._link_checkpoint).parameters
+    assert list(parameters) == ["trainer", "filepath", "linkpath"]
+    trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[keep], logger=False)
+    (tmp_path / "new.ckpt").mkdir()
+    queued = []
+    with _lightning.checkpoints_that_wait(trainer, queued.append, lambda path: path == "pending"):
+        keep._link_checkpoint(trainer, str(tmp_path / "new.ckpt"), str(tmp_path / "last.ckpt"))
+        assert not (tmp_path / "last.ckpt").exists()
+        queued[0]()
+        assert (tmp_path / "last.ckpt").resolve() == tmp_path / "new.ckpt"
+        assert keep.file_exists("pending", trainer)
+        assert not keep.file_exists("other", trainer)
+    assert not {"_link_checkpoint", "file_exists"} & set(vars(keep))
+
+
+def test_wrapped_sampler():
+    class Sampler(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(range(4))
+
+        def __len__(self):
+            return 4
+
+    own = Sampler()
+    wrapper = fabric_distributed.DistributedSamplerWrapper(own, num_replicas=2, rank=0)
+    assert _lightning.wrapped_sampler(wrapper) is own
+    assert _lightning.wrapped_sampler(own) is None

@@ -1,10 +1,8 @@
-"""Engine calls for sharded checkpoints: what a shard is, writing, reading, optimizer internals.
+"""Engine calls for sharded checkpoints: what a shard is, reading, optimizer internals.
 
 A *tree* is a nested dict whose leaves are the engine's ``ShardedTensor``, ``ShardedObject`` or
 ``ShardedTensorFactory``. Shards are named globally, so a tree says what this rank holds and not how
-many ranks there are. Files are the engine's ``torch_dist`` format, readable by the engine itself,
-but written by torch's own distributed checkpoint: it reports a failure on one rank to all of them,
-and needs neither forked writers nor a collective on the device.
+many ranks there are. Files are the engine's ``torch_dist`` format; ``shard_writer`` writes them.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ from megatron.core.dist_checkpointing.dict_utils import (
     merge,
     nested_values,
 )
-from megatron.core.dist_checkpointing.exchange_utils import (
-    determine_main_replica_uniform_distribution,
-)
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
@@ -36,27 +31,16 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factory_merges,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    distribute_main_replicas_with_precomputed_distribution,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
-from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from lightning_mcore.errors import CheckpointError
+from lightning_mcore._mcore.distopt_shards import owned_tree
 
-__all__ = ["CheckpointException", "Stored"]
+__all__ = ["Stored"]
 
 Tree = dict[str, Any]
 
@@ -189,30 +173,6 @@ def build(tree: Tree) -> Tree:
     return save_preprocess(tree, validate_access_integrity=False)[0]
 
 
-def write(
-    directory: Path, sharded: Tree, *, dp_cp: dist.ProcessGroup, world_cpu: dist.ProcessGroup
-) -> None:
-    """Writes the shards of all ranks (from ``build``), each once, spread evenly over ``dp_cp``.
-
-    Collective over the world.
-
-    Raises:
-        CheckpointError: On every rank, if shards are missing or overlap.
-        CheckpointException: On every rank, with the failures by rank.
-    """
-    _check_complete(sharded, world_cpu)
-    share = determine_main_replica_uniform_distribution(sharded, dp_cp)
-    distribute_main_replicas_with_precomputed_distribution(sharded, dp_cp, share)
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    with _without_torch_notices():
-        save_shards(
-            mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=FileSystemWriter(directory),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=world_cpu,
-        )
-
-
 def write_common(directory: Path, common: dict[str, Any]) -> None:
     """Writes what is not sharded, and what tells the engine of what format the shards are."""
     with open(directory / COMMON_FILE, "wb") as file:
@@ -220,25 +180,6 @@ def write_common(directory: Path, common: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-
-
-def _check_complete(sharded: Tree, world_cpu: dist.ProcessGroup) -> None:
-    """Checks that the main replicas of all ranks cover every tensor exactly once.
-
-    The engine's own check raises on rank 0 only, where the others would wait for it for ever.
-    """
-    shards: list[Any] = [None] * dist.get_world_size(world_cpu)
-    local = [leaf.without_data() for leaf in nested_values(sharded)]
-    dist.all_gather_object(shards, local, group=world_cpu)
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            validate_sharding_integrity(shards)
-        except Exception as error:
-            box[0] = str(error)
-    dist.broadcast_object_list(box, 0, group=world_cpu)
-    if box[0] is not None:
-        raise CheckpointError(f"the shards of all ranks do not make up the model: {box[0]}")
 
 
 def contents(directory: Path) -> dict[str, Stored]:
@@ -317,14 +258,14 @@ def new_step(value: float, param: Tensor, group: dict[str, Any]) -> Tensor:
     return torch.tensor(float(value), device=param.device if on_device else "cpu")
 
 
-def distributed_tree(
-    part: Any, model: Tree, metadata: dict[str, Any], *, is_loading: bool
-) -> dict[int, Tree]:
-    """State of a distributed optimizer as tensors shaped and sharded like their parameters.
+def distributed_tree(part: Any, model: Tree) -> Tree:
+    """The part of a distributed optimizer's state that this rank owns, to be saved."""
+    return owned_tree(part, {id(leaf.data): leaf for leaf in tensors_of(model)})
 
-    Collective over the data-parallel group when saving: each rank gathers the whole state.
-    """
-    return part.sharded_param_state_fully_reshardable(model, is_loading, metadata)
+
+def distributed_request(part: Any, model: Tree, metadata: dict[str, Any]) -> dict[int, Tree]:
+    """What to read into a distributed optimizer: tensors shaped and sharded like parameters."""
+    return part.sharded_param_state_fully_reshardable(model, True, metadata)
 
 
 def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> None:
