@@ -20,7 +20,7 @@ LAYERS = [
     {"errors", "version"},
     {"names", "safetensors_file"},
     {"config"},
-    {"layout"},
+    {"layout", "placement"},
     {"switches"},
     {"header", "engine_fields"},
     {"_mcore"},

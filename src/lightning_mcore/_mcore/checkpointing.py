@@ -54,6 +54,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from lightning_mcore._mcore.expert_order import canonical_tree
 from lightning_mcore.errors import CheckpointError
 
 __all__ = ["CheckpointException", "Stored"]
@@ -95,7 +96,7 @@ def chunk_tree(chunk: nn.Module, metadata: dict[str, Any]) -> Tree | None:
     """The shards of a Megatron chunk, or ``None`` for a module that cannot describe its own."""
     if not callable(getattr(chunk, "sharded_state_dict", None)):
         return None
-    return chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+    return canonical_tree(chunk, chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
 
 
 def replicated_tensor(key: str, tensor: Tensor, replica_id: tuple[int, ...]) -> Any:
