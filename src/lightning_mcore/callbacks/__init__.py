@@ -1,7 +1,8 @@
-"""Callbacks that read what a step left behind; they never write to it.
+"""Callbacks that read what a step left behind; but for ``ExpertPlacement`` they never write to it.
 
 What enters: the Trainer and its strategy. What leaves: values given to ``log``. Every rank calls
-them, with equal values. None runs a collective but ``ModelSummary``, once per fit.
+them, with equal values. None runs a collective but ``ModelSummary``, once per fit, and
+``ExpertPlacement``, at its intervals.
 """
 
 from lightning_mcore.callbacks.expert_placement import ExpertPlacement
