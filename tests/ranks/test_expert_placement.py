@@ -170,7 +170,7 @@ def fit(
         max_epochs=-1,
         **options,
     )
-    dp = world // strategy.get("pp", 1)
+    dp = world // strategy.get("pp", 1) // strategy.get("tp", 1)
     data = InOrder(token_dataset(STEPS * GLOBAL_BATCH), GLOBAL_BATCH // dp)
     torch.manual_seed(1)
     module = MoE()
@@ -274,12 +274,13 @@ def test_four_ranks_with_sharded_state_and_pipeline(tmp_path):
         # Two ranks share each expert and hold half of its state.
         "sharded": ({**DISTRIBUTED, "overlap_param_gather": True}, "32-true", "serpentine"),
         "sharded-bf16": (DISTRIBUTED, "bf16-mixed", "lpt"),
+        "tensor": ({**PLAIN, "tp": 2}, "32-true", "lpt"),
         "pipeline": ({**DISTRIBUTED, "pp": 2, "micro_batch_size": 1}, "32-true", "serpentine"),
         "pipeline-bf16": ({**PLAIN, "pp": 2}, "bf16-mixed", "lpt"),
     }
     ranks = run_ranks(_four_ranks, 4, cases, tmp_path)
     check_equal_training([trained for trained, _ in ranks])
-    for name in ("sharded", "pipeline"):
+    for name in ("sharded", "tensor", "pipeline"):
         check_equal_checkpoints(tmp_path, name, optimizer=["exp_avg", "exp_avg_sq"])
     adam = ["exp_avg", "exp_avg_sq"]
     check_equal_checkpoints(tmp_path, "sharded-bf16", optimizer=[*adam, "param"])

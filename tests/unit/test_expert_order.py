@@ -52,6 +52,8 @@ def test_the_hook_sends_tokens_to_slots_and_counts_experts():
     layer = Layer()
     x = torch.randn(TOKENS, 3)
     probs, routing_map = layer.router(x)
+    seen = []
+    layer.router.register_forward_hook(lambda router, args, output: seen.append(output[0]))
     order = ExpertOrder("layer.1", layer)
     torch.testing.assert_close(layer.router(x)[0], probs, rtol=0, atol=0)
     order.set_slots((2, 0, 3, 1))
@@ -59,6 +61,7 @@ def test_the_hook_sends_tokens_to_slots_and_counts_experts():
     for slot, expert in enumerate((2, 0, 3, 1)):
         assert torch.equal(moved_probs[:, slot], probs[:, expert])
         assert torch.equal(moved_map[:, slot], routing_map[:, expert])
+    assert torch.equal(seen[-1], moved_probs), "other hooks see what the dispatcher gets"
     assert order.counts.tolist() == (2 * routing_map.sum(0)).tolist()
     moved_probs.square().sum().backward()
     moved, layer.router.weight.grad = layer.router.weight.grad, None

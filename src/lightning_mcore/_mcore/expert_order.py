@@ -48,7 +48,9 @@ class ExpertOrder:
         self._columns = torch.arange(self.num_experts, device=device)
         self.counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         """Tokens of this rank that training steps sent to each expert since ``set_to_zero``."""
-        self._hook = moe.router.register_forward_hook(self._after_router)
+        # In front of other hooks, so that all of them see what the dispatcher gets: slots, whose
+        # ranks are the ones that compute.
+        self._hook = moe.router.register_forward_hook(self._after_router, prepend=True)
         setattr(moe, _ATTRIBUTE, self)
 
     @property
