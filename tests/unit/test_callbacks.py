@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mcore.callbacks import OptimizerStats, Throughput
+from lightning_mcore.callbacks import ExpertPlacement, OptimizerStats, Throughput
 from lightning_mcore.errors import ConfigurationError
 
 
@@ -226,3 +226,30 @@ def test_logged_values_stay_on_the_host(callback, monkeypatch):
     for value in logged:
         assert isinstance(value, torch.Tensor)
         assert value.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, r"`every_n_steps` \(0\) must be at least 1"),
+        ({"policy": "contiguous"}, r"`policy` \('contiguous'\) must be 'serpentine' or 'lpt'"),
+        ({"smoothing": 1.0}, r"`smoothing` \(1.0\) must be in \[0, 1\)"),
+        ({"min_gain": -0.1}, r"`min_gain` \(-0.1\) must be in \[0, 1\)"),
+    ],
+)
+def test_expert_placement_checks_its_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertPlacement(**arguments)
+
+
+def test_expert_placement_needs_the_strategy():
+    with pytest.raises(ConfigurationError, match="the Trainer runs ReportingStrategy"):
+        fit(ExpertPlacement(), tokens(8), ReportingStrategy())
+
+
+def test_expert_placement_keeps_average_and_order_in_checkpoints():
+    state = {"ep": 2, "averages": {"layer.1": [0.75, 0.25]}, "slots": {"layer.1": [1, 0]}}
+    callback = ExpertPlacement()
+    assert callback.state_dict() == {"ep": 0, "averages": {}, "slots": {}}
+    callback.load_state_dict(state)
+    assert callback.state_dict() == state

@@ -20,7 +20,7 @@ LAYERS = [
     {"errors", "version"},
     {"names", "safetensors_file", "findings", "userbuffers"},
     {"config", "userbuffers_plan"},
-    {"layout"},
+    {"layout", "placement"},
     {"topology"},
     {"topology_probe"},
     {"switches"},

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_mcore._mcore.distopt_shards import owned_tree
+from lightning_mcore._mcore.expert_order import canonical_tree
 
 __all__ = ["Stored"]
 
@@ -79,7 +80,7 @@ def chunk_tree(chunk: nn.Module, metadata: dict[str, Any]) -> Tree | None:
     """The shards of a Megatron chunk, or ``None`` for a module that cannot describe its own."""
     if not callable(getattr(chunk, "sharded_state_dict", None)):
         return None
-    return chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+    return canonical_tree(chunk, chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
 
 
 def replicated_tensor(key: str, tensor: Tensor, replica_id: tuple[int, ...]) -> Any:
