@@ -1,11 +1,13 @@
 """Callbacks that read what a step left behind; they never write to it.
 
-What enters: the Trainer and its strategy. What leaves: values given to ``log``. Every rank calls
-them, with equal values. None runs a collective but ``ModelSummary``, once per fit.
+What enters: the Trainer and its strategy. What leaves: values given to loggers. Every rank calls
+them, with equal values where not said otherwise. Those that sample run collectives, and wait for
+the device, in the steps they sample only.
 """
 
+from lightning_mcore.callbacks.comm_timings import CommTimings
 from lightning_mcore.callbacks.model_summary import ModelSummary
 from lightning_mcore.callbacks.optimizer_stats import OptimizerStats
 from lightning_mcore.callbacks.throughput import Throughput
 
-__all__ = ["ModelSummary", "OptimizerStats", "Throughput"]
+__all__ = ["CommTimings", "ModelSummary", "OptimizerStats", "Throughput"]
