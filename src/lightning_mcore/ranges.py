@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 def profiling() -> bool:
     """Whether a profiler records this thread: torch's private but exported flag, some 0.1 us."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 class ScheduleRanges:
@@ -39,6 +39,7 @@ class ScheduleRanges:
         return record_function(f"mcore:forward stage={stage} microbatch={microbatch}")
 
     def __call__(self, name: str, log_level: int | None = None) -> _Timer:
+        """The timer of a name, as the engine asks for it."""
         return _Timer(self, name)
 
     def start(self, name: str) -> None:
@@ -69,7 +70,9 @@ class _Timer:
         self._name = name
 
     def start(self, barrier: bool = False) -> None:
+        """Opens the range, without the barrier that the engine asks for."""
         self._ranges.start(self._name)
 
     def stop(self, barrier: bool = False) -> None:
+        """Closes it."""
         self._ranges.stop(self._name)

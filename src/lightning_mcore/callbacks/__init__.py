@@ -6,8 +6,26 @@ the device, in the steps they sample only.
 """
 
 from lightning_mcore.callbacks.comm_timings import CommTimings
+from lightning_mcore.callbacks.garbage_collection import GarbageCollection
+from lightning_mcore.callbacks.memory_stats import MemoryStats
 from lightning_mcore.callbacks.model_summary import ModelSummary
+from lightning_mcore.callbacks.nsight_profile import NsightProfile
 from lightning_mcore.callbacks.optimizer_stats import OptimizerStats
+from lightning_mcore.callbacks.replica_check import ReplicaCheck, ReplicasDiffer
+from lightning_mcore.callbacks.stragglers import Stragglers
 from lightning_mcore.callbacks.throughput import Throughput
+from lightning_mcore.callbacks.trace_export import TraceExport
 
-__all__ = ["CommTimings", "ModelSummary", "OptimizerStats", "Throughput"]
+__all__ = [
+    "CommTimings",
+    "GarbageCollection",
+    "MemoryStats",
+    "ModelSummary",
+    "NsightProfile",
+    "OptimizerStats",
+    "ReplicaCheck",
+    "ReplicasDiffer",
+    "Stragglers",
+    "Throughput",
+    "TraceExport",
+]

@@ -55,8 +55,8 @@ def group_names(trainer: Trainer) -> GroupNames:
         "pp": groups.pp,
         "tp": groups.tp,
     }
-    given = {group.group_name: name for name, group in named.items()}
-    return GroupNames({groups.dp_cp.group_name: "dp", **given})
+    given = {str(group.group_name): name for name, group in named.items()}
+    return GroupNames({str(groups.dp_cp.group_name): "dp", **given})
 
 
 def layout_of(trainer: Trainer) -> Layout | None:

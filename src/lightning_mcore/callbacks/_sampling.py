@@ -51,9 +51,10 @@ class StepSampler:
     Args:
         every_n_steps: Optimizer steps from one sample to the next; the first comes after as many.
         window: Optimizer steps in a sample.
+        first: Where the first sample starts, if not after ``every_n_steps``.
     """
 
-    def __init__(self, every_n_steps: int, window: int) -> None:
+    def __init__(self, every_n_steps: int, window: int, *, first: int | None = None) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("window", window)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"`{name}` ({value!r}) must be an integer of at least 1.")
@@ -64,6 +65,7 @@ class StepSampler:
             )
         self.every_n_steps = every_n_steps
         self.window = window
+        self.first = first
         self._next = every_n_steps
         self._recording: _Recording | None = None
         self._batch_start: float | None = None
@@ -73,6 +75,8 @@ class StepSampler:
         """Forgets earlier fits; called when training starts."""
         step = trainer.global_step
         self._next = (step // self.every_n_steps + 1) * self.every_n_steps
+        if self.first is not None and step <= self.first:
+            self._next = self.first
         self._recording, self._usual = None, []
 
     def batch_starts(self, trainer: Trainer, batch_idx: int) -> None:
@@ -196,9 +200,7 @@ class _Recording:
             with tempfile.TemporaryDirectory(prefix="lightning-mcore-") as folder:
                 path = Path(folder) / "trace.json"
                 self._profile.export_chrome_trace(str(path))
-                self._timeline = timeline_of(
-                    json.loads(path.read_bytes()), group_names(trainer)
-                )
+                self._timeline = timeline_of(json.loads(path.read_bytes()), group_names(trainer))
         except Exception as error:
             self.problem = f"its trace could not be read: {type(error).__name__}: {error}"
         self._profile = None

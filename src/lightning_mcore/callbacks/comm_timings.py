@@ -71,9 +71,7 @@ class CommTimings(Callback):
         ConfigurationError: If a number is less than 1, or ``window`` above ``every_n_steps``.
     """
 
-    def __init__(
-        self, every_n_steps: int = 500, window: int = 2, *, picture: bool = True
-    ) -> None:
+    def __init__(self, every_n_steps: int = 500, window: int = 2, *, picture: bool = True) -> None:
         super().__init__()
         self._sampler = StepSampler(every_n_steps, window)
         self.picture = picture
@@ -166,11 +164,8 @@ def _ideal(trainer: Trainer, times: Sequence[StepTimes]) -> float | None:
 
 @rank_zero_only
 def _draw(trainer: Trainer, times: Sequence[StepTimes], step: int) -> None:
-    boards = [
-        logger.experiment
-        for logger in trainer.loggers
-        if hasattr(getattr(logger, "experiment", None), "add_figure")
-    ]
+    experiments = [getattr(logger, "experiment", None) for logger in trainer.loggers]
+    boards: list[Any] = [board for board in experiments if hasattr(board, "add_figure")]
     if not boards:
         return
     if not has_matplotlib():

@@ -43,7 +43,7 @@ class Mark:
     """A range that the program named: a step, or the forward pass of a microbatch."""
 
     name: str
-    """Without the prefix: ``step``, ``forward``, ``backward`` or the engine's name of a P2P call."""
+    """Without the prefix: ``step``, ``forward``, ``backward``, or the engine's name of a timer."""
     start_us: float
     end_us: float
     stage: int | None = None

@@ -146,9 +146,7 @@ def _shifted(timeline: Timeline, origin_ns: int) -> Timeline:
         return timeline
 
     def moved(item: Any) -> Any:
-        return dataclasses.replace(
-            item, start_us=item.start_us + by_us, end_us=item.end_us + by_us
-        )
+        return dataclasses.replace(item, start_us=item.start_us + by_us, end_us=item.end_us + by_us)
 
     return dataclasses.replace(
         timeline,

@@ -153,9 +153,7 @@ class GroupNames:
             description = self.described.get(name, ("", ()))[0]
         return group_of_description(description or "") or "other"
 
-    def of_call(
-        self, name: str | None, description: str | None, collective: str | None
-    ) -> str:
+    def of_call(self, name: str | None, description: str | None, collective: str | None) -> str:
         """Short name of the group that a call belongs to.
 
         Sends and receives over the world group, or without a group, are the pipeline's where there

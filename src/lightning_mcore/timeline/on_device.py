@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_mcore.timeline.events import Interval
-from lightning_mcore.timeline.names import COLLECTIVES, GroupNames, KernelRule, kernel_rule
+from lightning_mcore.timeline.names import COLLECTIVES, GroupNames, kernel_rule
 
 __all__ = ["device_intervals", "dtype_bytes"]
 
@@ -169,9 +169,7 @@ class _Launches:
         for spans in self._batches.values():
             spans.sort()
 
-    def calls_behind(
-        self, correlation: Any, collective: str | None
-    ) -> list[Mapping[str, Any]]:
+    def calls_behind(self, correlation: Any, collective: str | None) -> list[Mapping[str, Any]]:
         """Arguments of the calls that a kernel does the work of, in order; may be empty.
 
         Args:

@@ -156,7 +156,7 @@ class _Calls:
         return self._open[title].pop(index)
 
     def group_name(self, call: Mapping[str, Any] | None) -> str | None:
-        """torch's name of the process group of a call, where a range tells."""
+        """What torch calls the process group of a call, where a range tells."""
         if call is None:
             return None
         spans = self._ranges.get(call["tid"], [])

@@ -105,6 +105,7 @@ def pipeline_diagram(timelines: Sequence[Timeline], title: str = "") -> Figure:
 
     Args:
         timelines: Of the ranks to draw, aligned.
+        title: Above the picture.
 
     Raises:
         ConfigurationError: If none of them has passes that the schedule marked.
@@ -175,9 +176,7 @@ def _legend(figure: Figure) -> None:
         "idle": "idle or other work",
     }
     patches = [Patch(facecolor=_COLOURS[key], label=text) for key, text in named.items()]
-    figure.legend(
-        handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=9
-    )
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
 def _passes(timeline: Timeline) -> list[Mark]:
