@@ -1,4 +1,4 @@
-"""The command ``lightning-mcore``: looks into checkpoints and brings them in and out.
+"""The command ``lightning-mcore``: checkpoints in and out, pictures of traces.
 
 One process on any machine; no GPU, no process groups, no model code.
 """
@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        Exit code: 0, 1 if a checkpoint cannot be used or ``check`` found an error, 2 for wrong
-        arguments.
+        Exit code: 0, 1 if a file cannot be used or ``check`` found an error, 2 for wrong arguments.
     """
     parser = _parser()
     asked, others = parser.parse_known_args(arguments)
@@ -60,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(asked: argparse.Namespace) -> str:
     if asked.command in ("import-hf", "export-hf"):
         return _hugging_face()
+    if asked.command == "timeline":
+        from lightning_mcore.timeline import draw
+
+        return draw.draw_traces(asked.traces, asked.out, steps=asked.steps, ranks=asked.ranks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Late, because it loads torch and the engine, which --help does not need.
@@ -121,7 +124,7 @@ def _hugging_face() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-mcore", description="Looks into checkpoints and brings them in and out."
+        prog="lightning-mcore", description="Checkpoints in and out, pictures of traces."
     )
     parser.add_argument("--version", action="version", version=f"lightning-mcore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -166,6 +169,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("megatron", "sequential", "plain"),
         help="of the model that will load it; default: by the names in PLAIN",
     )
+    timeline = commands.add_parser("timeline", help="draw traces as a pipeline diagram")
+    timeline.add_argument(
+        "traces", nargs="+", metavar="TRACE", help="of TraceExport, or one a rank"
+    )
+    timeline.add_argument("-o", "--out", required=True, metavar="OUT.svg", help="svg, png or pdf")
+    timeline.add_argument("--steps", type=int, default=1, help="steps to draw from the first one")
+    timeline.add_argument("--ranks", type=int, nargs="+", help="default: one of each stage")
     for name, text in (("import-hf", "from"), ("export-hf", "to")):
         bridge = commands.add_parser(name, help=f"how to convert {text} Hugging Face")
         bridge.add_argument("paths", nargs="*", help=argparse.SUPPRESS)

@@ -35,6 +35,8 @@ class StepStats:
     """Zero gradient entries, where the engine was asked to count them."""
     skipped: bool
     """Whether gradients overflowed in fp16, so that no parameter changed."""
+    loss_scale: float | Tensor | None = None
+    """Factor on the loss in this step's backward pass, in fp16; on a GPU a tensor there."""
 
     @property
     def grad_norm(self) -> float | None:
@@ -126,12 +128,15 @@ class EngineOptimizer:
             engine.clamp_gradients(self._chunks, clipping.value * self._loss_scale())
         if not self.runs_torch_optimizer:
             self._copy_settings()
+        # Before the step, which changes it: a new tensor then, so this one stays as it is.
+        loss_scale = self.engine.get_loss_scale() if self._config.fp16 else None
         successful, grad_norm, num_zeros = self.engine.step()
         grad_norm = grad_norm if norm_before is None else norm_before
         return StepStats(
             norm=grad_norm,
             num_zeros=None if num_zeros is None else int(num_zeros),
             skipped=not successful,
+            loss_scale=loss_scale,
         )
 
     def _clip_low_precision(self, limit: float) -> float | None:

@@ -21,6 +21,7 @@ from lightning_mcore.batch import Microbatch, Run
 from lightning_mcore.context import SequenceShard, check_model_call
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.randomness import StepRandomness
+from lightning_mcore.ranges import ScheduleRanges, profiling
 from lightning_mcore.stage import ModelCall, Pipeline, StageEnd, observe_call, run_chunk
 from lightning_mcore.step_log import StepLog
 from lightning_mcore.step_output import NUM_TOKENS, check_tokens_wanted, loss_of, tokens_of
@@ -196,6 +197,7 @@ class StepRunner:
         if self._shard.cp > 1:
             cut = [replace(part, data=self._shard(part.data)) for part in run.microbatches]
             run = Run(tuple(cut))
+        ranges = self._ranges(len(run.microbatches)) if profiling() else None
 
         def forward_step(
             iterator: Any, chunk: nn.Module, return_schedule_plan: bool = False
@@ -205,7 +207,9 @@ class StepRunner:
                 return self._plan(step, chunk, index, microbatch, log, on_last)
             if self._randomness is not None:
                 self._randomness.begin_step(index)
-            output, ended = self._call(step, chunk, microbatch, log)
+            stage = self._stage_index(chunk)
+            with ranges.forward(stage, index) if ranges is not None else nullcontext():
+                output, ended = self._call(step, chunk, microbatch, log)
             if not ended:
                 return on_last(output, microbatch)
             if microbatch.is_filler and output is not None and self._is_last(chunk):
@@ -214,7 +218,10 @@ class StepRunner:
 
         randomness = self._randomness
         combined = not forward_only and self._plans_layers
-        with randomness.schedule(combined) if randomness is not None else nullcontext():
+        with (
+            randomness.schedule(combined) if randomness is not None else nullcontext(),
+            self._config_changed({"timers": ranges} if ranges is not None else {}),
+        ):
             seq_length, micro_batch_size = self._activation_shape(step, run, forward_only)
             records = engine.run_schedule(
                 forward_step,
@@ -296,6 +303,18 @@ class StepRunner:
                 " on every rank, before any code that is to run on the last stage only."
             )
         return output, False
+
+    def _ranges(self, num_microbatches: int) -> ScheduleRanges:
+        stages = [self._stage_index(chunk) for chunk in self._chunks]
+        order = engine.backward_order(
+            self._chunks[0].config, chunks=len(stages), num_microbatches=num_microbatches
+        )
+        return ScheduleRanges([(stages[chunk], microbatch) for chunk, microbatch in order])
+
+    def _stage_index(self, chunk: nn.Module) -> int:
+        if self._pipeline is None:
+            return 0
+        return self._pipeline.stages[self._chunks.index(chunk)].index
 
     def _is_last(self, chunk: nn.Module) -> bool:
         assert self._pipeline is not None

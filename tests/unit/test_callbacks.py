@@ -17,6 +17,8 @@ from lightning_mcore.errors import ConfigurationError
 class Stats:
     norm: float | None
     skipped: bool = False
+    num_zeros: int | None = None
+    loss_scale: float | None = None
 
 
 class ReportingStrategy(SingleDeviceStrategy):

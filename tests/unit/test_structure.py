@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "version"},
     {"names", "safetensors_file", "findings", "userbuffers"},
-    {"config", "userbuffers_plan"},
+    {"config", "userbuffers_plan", "timeline", "flops"},
     {"layout", "placement"},
     {"topology"},
     {"topology_probe"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"header", "engine_fields"},
     {"_mcore"},
     {"parallel_state"},
-    {"stage", "sequential", "randomness"},
+    {"stage", "sequential", "randomness", "ranges"},
     {"build"},
     {"batch"},
     {"context"},

@@ -36,6 +36,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -238,6 +239,16 @@ def run_schedule(
             " use every trainable parameter in every step."
         ) from error
     return records
+
+
+def backward_order(config: Any, *, chunks: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """Chunk and microbatch of each backward pass of this rank, in the order of the schedule."""
+    if chunks == 1:
+        return [(0, microbatch) for microbatch in range(num_microbatches)]
+    # schedules.py, get_model_chunk_id: the last chunk goes first.
+    group = config.microbatch_group_size_per_vp_stage
+    table = get_schedule_table(num_microbatches, chunks, group)
+    return [(chunks - 1 - chunk, microbatch) for microbatch, chunk in table]
 
 
 def without_sync(chunks: Iterable[Any]) -> list[AbstractContextManager[None]]:
