@@ -41,16 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
     try:
-        print(_run(asked))
+        text = _run(asked)
     except MCoreError as error:
         print(f"lightning-mcore: {error}", file=sys.stderr)
         return 1
+    if text:
+        print(text)
     return 0
 
 
 def _run(asked: argparse.Namespace) -> str:
     if asked.command in ("import-hf", "export-hf"):
         return _hugging_face()
+    if asked.command == "tune":
+        from lightning_mcore.tune_command import tune
+
+        tune(asked)
+        return ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Late, because it loads torch and the engine, which --help does not need.
@@ -86,7 +93,8 @@ def _hugging_face() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-mcore", description="Looks into checkpoints and brings them in and out."
+        prog="lightning-mcore",
+        description="Looks into checkpoints, brings them in and out, and tunes jobs.",
     )
     parser.add_argument("--version", action="version", version=f"lightning-mcore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -129,6 +137,21 @@ def _parser() -> argparse.ArgumentParser:
         choices=("megatron", "sequential", "plain"),
         help="of the model that will load it; default: by the names in PLAIN",
     )
+    tune = commands.add_parser(
+        "tune", help="try the communication switches on a job and check that its loss stays"
+    )
+    tune.add_argument("--config", required=True, help="YAML file of the job's LightningCLI")
+    for name in ("model", "data"):
+        tune.add_argument(
+            f"--{name}",
+            metavar="FILE.py:CLASS",
+            help="or MODULE:CLASS; not needed where the file gives a class_path",
+        )
+    tune.add_argument("--out", default="tune", help="folder for the report; default: tune")
+    tune.add_argument("--steps", type=int, default=10, help="optimizer steps per window")
+    tune.add_argument("--warmup", type=int, default=3, help="steps before each window")
+    tune.add_argument("--rounds", type=int, default=3, help="windows per trial")
+    tune.add_argument("--only", nargs="+", metavar="TRIAL", help="these trials beside the baseline")
     for name, text in (("import-hf", "from"), ("export-hf", "to")):
         bridge = commands.add_parser(name, help=f"how to convert {text} Hugging Face")
         bridge.add_argument("paths", nargs="*", help=argparse.SUPPRESS)

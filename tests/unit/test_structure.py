@@ -41,6 +41,7 @@ LAYERS = [
     {"checkpoint_hooks"},
     {"loop_hooks"},
     {"strategy"},
+    {"tuning"},
     {"callbacks", "testing", "cli"},
     {"__main__"},
     {""},  # the package's own __init__
