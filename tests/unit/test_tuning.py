@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import yaml
@@ -203,15 +204,25 @@ class TestReport:
         assert [row["same_training"] for row in found["trials"]] == [True, True, False]
         assert found["trials"][1]["step_s"] == [0.5, 1.0, 0.5]
 
-    def test_page(self, tmp_path):
-        pytest.importorskip("matplotlib")
+    @pytest.mark.parametrize("pictures", [True, False])
+    def test_page(self, tmp_path, monkeypatch, pictures):
+        if not pictures:
+            monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         paths = save_report(self.report, tmp_path / "new")
         page = paths["html"].read_text()
         assert "&lt;b&gt;" in page
         assert "<b>&lt;b&gt;" not in page
-        assert "data:image/png;base64," in page
+        assert ("data:image/png;base64," in page) is pictures
+        assert ("need matplotlib" in page) is not pictures
         assert "deep_ep" in page
         assert strategy_call(self.report.recommended.measured.trial)[:14] in page
+
+    def test_what_is_left_to_the_strategy_is_not_shown(self):
+        arguments = {"tp": 2, "vpp": None, "batch_p2p": "auto", "ddp": {}, "comm": "safe"}
+        call = strategy_call(Trial(name="x", arguments=arguments))
+        assert call == "MCoreStrategy(tp=2, comm='safe')"
+        auto = strategy_call(Trial(name="x", arguments={"tp": 2, "comm": "auto"}))
+        assert auto == "MCoreStrategy(tp=2)", "the default"
 
     def test_nothing_was_faster(self):
         report = report_of(measured("x", [1.5, 3.0, 1.5]))

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.tuning.trials import BASELINE
 from lightning_mcore.tuning.verdict import Report, Row, shown_arguments, strategy_call
 
@@ -143,9 +142,6 @@ def save_report(report: Report, folder: str | Path) -> dict[str, Path]:
 
     Returns:
         Paths by kind.
-
-    Raises:
-        ConfigurationError: If matplotlib, which draws the page's pictures, is not installed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,10 +196,8 @@ def _picture(report: Report) -> str:
     """Ratios with their range, and the loss curves on top of each other, as an inline PNG."""
     try:
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "The report's pictures need matplotlib; pip install 'lightning-mcore[plots]'."
-        ) from error
+    except ImportError:
+        return "<p>(Pictures need matplotlib: pip install 'lightning-mcore[plots]'.)</p>"
     figure = Figure(figsize=(11, 1.2 + 0.35 * len(report.rows)), layout="constrained")
     bars, curves = figure.subplots(1, 2, width_ratios=(3, 2))
     names = [row.name for row in report.rows]

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import logging
 import os
 import platform
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_mcore.errors import ConfigurationError
@@ -118,7 +120,7 @@ class MCoreTuner:
         Raises:
             ConfigurationError: If even the baseline cannot run.
         """
-        with tempfile.TemporaryDirectory() as folder, _random_state_kept():
+        with tempfile.TemporaryDirectory() as folder, _random_state_kept(), _quiet():
             start = self._save_start(Path(folder))
             windows: dict[str, list[Window]] = {}
             beside: dict[str, list[float]] = {}
@@ -247,11 +249,28 @@ def _say(text: str) -> None:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps every one of many Trainers from introducing itself."""
+    names = ("lightning.pytorch", "lightning.fabric", "lightning_utilities")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
     """Puts back the random state and the variables by which Lightning's seeding is inherited."""
     names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
     before = {name: os.environ.get(name) for name in names}
-    with pl.utilities.seed.isolate_rng(), warnings.catch_warnings():
+    with isolate_rng():
         try:
             yield
         finally:

@@ -186,5 +186,9 @@ def strategy_call(trial: Trial) -> str:
 
 
 def shown_arguments(trial: Trial) -> dict[str, Any]:
-    """A trial's arguments without those left at ``None``."""
-    return {name: value for name, value in trial.arguments.items() if value is not None}
+    """A trial's arguments without those that leave the choice to the strategy."""
+    return {
+        name: value
+        for name, value in trial.arguments.items()
+        if value is not None and value != "auto" and value != {}
+    }
