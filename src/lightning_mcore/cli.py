@@ -49,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        print(_run(asked))
+        text = _run(asked)
     except MCoreError as error:
         print(f"lightning-mcore: {error}", file=sys.stderr)
         return 1
+    if text:
+        print(text)
     return 0
 
 
@@ -63,6 +65,11 @@ def _run(asked: argparse.Namespace) -> str:
         from lightning_mcore.timeline import draw
 
         return draw.draw_traces(asked.traces, asked.out, steps=asked.steps, ranks=asked.ranks)
+    if asked.command == "tune":
+        from lightning_mcore.tune_command import tune
+
+        tune(asked)
+        return ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Late, because it loads torch and the engine, which --help does not need.
@@ -124,7 +131,8 @@ def _hugging_face() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-mcore", description="Checkpoints in and out, pictures of traces."
+        prog="lightning-mcore",
+        description="Checks and tunes jobs, takes checkpoints in and out, draws traces.",
     )
     parser.add_argument("--version", action="version", version=f"lightning-mcore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -176,6 +184,21 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("-o", "--out", required=True, metavar="OUT.svg", help="svg, png or pdf")
     timeline.add_argument("--steps", type=int, default=1, help="steps to draw from the first one")
     timeline.add_argument("--ranks", type=int, nargs="+", help="default: one of each stage")
+    tune = commands.add_parser(
+        "tune", help="try the communication switches on a job and check that its loss stays"
+    )
+    tune.add_argument("--config", required=True, help="YAML file of the job's LightningCLI")
+    for name in ("model", "data"):
+        tune.add_argument(
+            f"--{name}",
+            metavar="FILE.py:CLASS",
+            help="or MODULE:CLASS; not needed where the file gives a class_path",
+        )
+    tune.add_argument("--out", default="tune", help="folder for the report; default: tune")
+    tune.add_argument("--steps", type=int, default=10, help="optimizer steps per window")
+    tune.add_argument("--warmup", type=int, default=3, help="steps before each window")
+    tune.add_argument("--rounds", type=int, default=3, help="windows per trial")
+    tune.add_argument("--only", nargs="+", metavar="TRIAL", help="these trials beside the baseline")
     for name, text in (("import-hf", "from"), ("export-hf", "to")):
         bridge = commands.add_parser(name, help=f"how to convert {text} Hugging Face")
         bridge.add_argument("paths", nargs="*", help=argparse.SUPPRESS)

@@ -47,7 +47,8 @@ LAYERS = [
     {"checkpoint_hooks"},
     {"loop_hooks"},
     {"strategy"},
-    {"check"},
+    {"check", "tuning"},
+    {"tune_command"},
     {"callbacks", "testing", "cli"},
     {"__main__"},
     {""},  # the package's own __init__
