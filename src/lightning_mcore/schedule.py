@@ -264,7 +264,9 @@ class StepRunner:
                 self._step_context(),
                 log.microbatch(microbatch.size),
             ):
-                loss, record = on_last(step(microbatch.data), microbatch)
+                output = step(microbatch.data)
+                self._weigh(log, output)
+                loss, record = on_last(output, microbatch)
             return record(loss)
 
         return plan, finish
@@ -364,10 +366,8 @@ class StepRunner:
 
     def _observe(self, step: StepFunction, data: Any) -> ModelCall:
         """The model call that the step makes."""
-        assert self._pipeline is not None
         with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]):
-            call = self._arguments_of_call(step, data)
-        return self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
+            return self._arguments_of_call(step, data)
 
     def _arguments_of_call(self, step: StepFunction, data: Any) -> ModelCall:
         """Runs the step up to its model call, without logging."""
