@@ -35,6 +35,7 @@ LAYERS = [
     {"context"},
     {"step_log", "step_output", "schedule", "outputs", "data_check", "metrics", "loaders"},
     {"optimizer", "precision"},
+    {"_lightning"},
     {"state_dict", "optimizer_state", "checkpoint_files"},
     {"agreement"},
     {"checkpoint_save"},
