@@ -66,6 +66,9 @@ _AVERAGING_CALLBACKS = tuple(
     if hasattr(callbacks, name)
 )
 
+_READ_BY_LIBRARIES = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "UB_")
+"""Prefixes of environment variables that rules are about."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -141,7 +144,7 @@ class Request:
             per_token_loss=self.per_token_loss,
             dims=dataclasses.replace(self.dims, seq_length=self.seq_length or self.dims.seq_length),
             topology=self.topology,
-            environment=os.environ,
+            environment={k: v for k, v in os.environ.items() if k.startswith(_READ_BY_LIBRARIES)},
         )
 
 
