@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -101,12 +102,13 @@ class LoopStrategy(CheckpointStrategy):
         """
         dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
         device = self.root_device
-        self._request = self._request.on_machines(
+        request = self._request.on_machines(
             device, os.environ, nodes=self.num_nodes, ranks_per_node=self.num_processes
         )
+        self._request = dataclasses.replace(request, dims=dims)
         return resolve_before_groups(
             self._request,
-            self._request.facts(self.precision_plugin, device, dims=dims),
+            self._request.facts(self.precision_plugin, device),
             world_size=self.num_nodes * self.num_processes,
             rank=rank,
         )

@@ -31,6 +31,8 @@ class Outcome:
     batches: list[Any] = field(default_factory=list)
     """The first tensor of each batch, as lists."""
     switches: dict[str, Any] = field(default_factory=dict)
+    starts_gathers: list[bool] = field(default_factory=list)
+    """After each batch, whether the schedule is to start gathers of parameters."""
     shards: list[Shard] = field(default_factory=list)
     """Of the engine's models."""
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -53,6 +55,9 @@ class Watch(L.Callback):
         self.outcome.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         self.outcome.logged.append(float(trainer.callback_metrics["train_loss"]))
         self.outcome.batches.append(batch[0].tolist())
+        if isinstance(trainer.strategy, MCoreStrategy):
+            config = trainer.strategy._model_run.chunks[0].config
+            self.outcome.starts_gathers.append(config.param_sync_func is not None)
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if stepped and isinstance(trainer.strategy, MCoreStrategy):
             self.outcome.grad_norms.append(trainer.strategy.step_stats.grad_norm)

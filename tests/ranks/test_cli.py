@@ -13,7 +13,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_mcore import MCoreStrategy
+from lightning_mcore import MCoreStrategy, Topology
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = EXAMPLES / "gpt.yaml"
@@ -62,8 +62,8 @@ def test_the_files_values_reach_the_strategy(read):
     assert asked.switches.overlap_p2p is True
     assert asked.switches.sequence_parallel == "auto"
     assert asked.switches.micro_batch_size == 4
-    assert dict(asked.ddp) == {"check_for_nan_in_grad": True}
-    assert dict(asked.optimizer) == {"log_num_zeros_in_grad": False}
+    assert dict(asked.switches.ddp) == {"check_for_nan_in_grad": True}
+    assert dict(asked.switches.optimizer) == {"log_num_zeros_in_grad": False}
     assert cli.model.hparams.num_layers == 4
     assert type(cli.model.make_optimizer([torch.zeros(1)])) is torch.optim.AdamW
 
@@ -77,7 +77,14 @@ def test_the_files_values_reach_the_strategy(read):
         ("overlap_grad_reduce", "auto", "auto"),
         ("bucket_size", "1000", 1000),
         ("init_from", "weights.ckpt", "weights.ckpt"),
-        ("ddp", "{average_in_collective: true}", {"average_in_collective": True}),
+        ("ddp", "{check_for_nan_in_grad: true}", {"check_for_nan_in_grad": True}),
+        ("comm", "max", "max"),
+        ("average_in_collective", "true", True),
+        ("num_distributed_optimizer_instances", "2", 2),
+        ("cp_comm_type", "a2a+p2p", "a2a+p2p"),
+        ("high_priority_streams", "[tp, dp_cp]", ("tp", "dp_cp")),
+        ("nccl_communicators", "{dp_cp: {max_ctas: 8}}", {"dp_cp": {"max_ctas": 8}}),
+        ("topology", "{nodes: 4, arch: ampere}", Topology(nodes=4, arch="ampere")),
     ],
 )
 def test_arguments_on_the_command_line(read, argument, value, expected):

@@ -10,7 +10,8 @@ import pytest
 from lightning_mcore.config import ParallelSizes, SwitchRequest
 from lightning_mcore.header import WIDTH, Batch, Difference, format_header
 from lightning_mcore.layout import resolve_layout
-from lightning_mcore.switches import PRECISIONS, Facts, resolve_switches
+from lightning_mcore.switches import PRECISIONS, Facts, plan_switches, resolve_switches
+from lightning_mcore.topology import Topology
 
 VERSIONS = {
     "lightning-mcore": "0.1.0",
@@ -68,16 +69,33 @@ lightning-mcore 0.1.0 | megatron-core 0.16.1 | torch 2.13.0 | lightning 2.6.6
   precision    32-true: fp32 parameters, gradients reduced in fp32, optimizer updates fp32
                parameters
   parameters   1,234,567, at most 345,678 on a rank
-  switch                       effective  requested  reason
-  sequence_parallel            on         auto       tp = 2
-  overlap_grad_reduce          off        auto       dp = 1: nothing to reduce
-  overlap_param_gather         off        auto       use_distributed_optimizer is off
-  use_distributed_optimizer    off        auto       dp = 1: nothing to shard
-  overlap_p2p                  on         on         requested
-  batch_p2p                    off        -          excluded by overlap_p2p
-  deallocate_pipeline_outputs  off        -          on CPU a send may still be reading the tensor
-  grad_reduce_in_fp32          off        -          32-true: gradients are fp32 already
-  bucket_size                  -          -          one bucket: overlap_grad_reduce is off"""
+  switch                               effective  requested  reason
+  sequence_parallel                    on         auto       tp = 2 [doc]
+  tp_comm_overlap                      off        auto       needs GPUs: it copies between their
+                                                             memories [assert]
+  overlap_grad_reduce                  off        auto       dp = 1: nothing to reduce
+  overlap_param_gather                 off        auto       use_distributed_optimizer is off
+  align_param_gather                   off        -          overlap_param_gather is off
+  use_distributed_optimizer            off        auto       dp = 1: nothing to shard
+  num_distributed_optimizer_instances  1          -          the shards are spread over all copies
+  bucket_size                          -          -          one bucket: overlap_grad_reduce is off
+  grad_reduce_in_fp32                  off        auto       32-true: gradients are fp32 already
+  average_in_collective                off        auto       ranks scale before the sum
+  nccl_ub                              off        auto       needs GPUs [assert]
+  overlap_p2p                          on         on         requested
+  overlap_p2p_warmup_flush             off        auto       helps where warm-up and flush wait for
+                                                             the network: measure it on and off
+                                                             [candidate]
+  batch_p2p                            off        auto       excluded by overlap_p2p [assert]
+  microbatch_group_size_per_vp_stage   2          -          the engine's rule: pp = 2
+  deallocate_pipeline_outputs          off        -          on CPU a send may still be reading the
+                                                             tensor [assert]
+  defer_embedding_wgrad                off        auto       needs GPUs with Apex [assert]
+  cp_comm_type                         -          -          cp = 1
+  hierarchical_context_parallel_sizes  -          -          only cp_comm_type='a2a+p2p' has two
+                                                             levels
+  nccl_communicators                   -          -          NCCL's own choice
+  high_priority_streams                -          -          no group named"""
 
 
 def test_the_demo_header_in_full() -> None:
@@ -230,7 +248,28 @@ def test_every_switch_has_a_row_with_value_request_and_reason() -> None:
     assert rows["overlap_param_gather"].split() == ["off", "off", "requested"]
     assert rows["overlap_grad_reduce"].split() == ["on", "auto", "dp", "=", "2", "[recipe]"]
     assert rows["bucket_size"].split() == ["5,000", "5,000", "requested"]
-    assert rows["batch_p2p"].split(maxsplit=2)[:2] == ["off", "-"]
+    assert rows["align_param_gather"].split(maxsplit=2)[:2] == ["off", "-"]
+
+
+def test_groups_are_placed_where_the_machines_are_known() -> None:
+    facts = GPU | {"topology": Topology(nodes=128, network="infiniband")}
+    rows = _rows(_header(1024, {"tp": 8, "pp": 8}, facts))
+    assert rows["machines"] == (
+        "128 nodes x 8 hopper GPUs, 8 in an NVLink domain, joined by infiniband network (stated)"
+    )
+    assert rows["groups"] == (
+        "tp: inside the NVLink domain; dp: crosses nodes (16); pp: crosses nodes (8)"
+    )
+    assert "machines" not in _rows(_header(8, {}, GPU))
+
+
+def test_warnings_are_told_and_candidates_are_in_the_table() -> None:
+    facts = GPU | {"topology": Topology(nodes=2)}
+    layout = resolve_layout(ParallelSizes(tp=16), 16, 0)
+    _, findings = plan_switches(SwitchRequest(), layout, Facts(**facts))
+    header = _header(16, {"tp": 16}, facts, findings=findings)
+    assert _rows(header)["warning"].endswith("[tp-leaves-nvlink]")
+    assert "[candidate]" in _rows(header)["nccl_ub"]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}])

@@ -93,7 +93,7 @@ def optimizer_instances(
         findings.error(
             "optimizer-instances-need-einops",
             f"`{_INSTANCES}` ({asked}) needs the package einops, which the engine imports for it",
-            f"use pip install einops, or {_INSTANCES}=1",
+            f"pip install einops, or use {_INSTANCES}=1",
             num_distributed_optimizer_instances=asked,
         )
     for axis, size in (("dp x cp", layout.dp_cp), ("expert data-parallel size", layout.edp)):
@@ -244,14 +244,15 @@ def average_in_collective(
     """NCCL divides the sum, instead of every rank its gradients before it."""
     name, asked = "average_in_collective", request.average_in_collective
     if asked is True:
-        if not facts.on_gpu:
-            # torch: "Cannot use ReduceOp.AVG with Gloo".
+        if not facts.on_gpu and facts.torch_version < (2, 11):
+            # Seen to average with torch 2.11 and 2.13; older gloo: "Cannot use ReduceOp.AVG".
             findings.error(
-                "average-in-collective-needs-nccl",
-                "`average_in_collective` (True) needs GPUs: gloo has no averaging reduction",
+                "average-in-collective-needs-torch",
+                "`average_in_collective` (True) needs GPUs, or torch 2.11 for gloo to average",
                 "use average_in_collective=False on CPU",
                 average_in_collective=asked,
                 on_gpu=False,
+                torch_version=".".join(str(number) for number in facts.torch_version),
             )
         if facts.per_token_loss:
             # distributed_data_parallel.py asserts it.
@@ -265,7 +266,7 @@ def average_in_collective(
             )
         idle = f"; {copies_text(layout, 'average')}" if copies(layout) == 1 else ""
         return Switch(name, asked, True, f"requested{idle}")
-    reason = "requested" if asked is False else "ranks scale before the sum; excludes nothing else"
+    reason = "requested" if asked is False else "ranks scale before the sum"
     return Switch(name, asked, False, reason)
 
 

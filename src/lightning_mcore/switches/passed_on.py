@@ -9,7 +9,8 @@ from __future__ import annotations
 from lightning_mcore.config import SwitchRequest
 from lightning_mcore.findings import Findings
 from lightning_mcore.layout import Layout
-from lightning_mcore.switches.values import PRECISIONS, Facts, Switch
+from lightning_mcore.switches.values import PRECISIONS, Facts, Switch, Switches
+from lightning_mcore.topology import place_groups
 
 __all__ = [
     "check_ddp_fields",
@@ -18,6 +19,7 @@ __all__ = [
     "check_optimizer_fields",
     "check_precision",
     "check_topology",
+    "note_opportunities",
 ]
 
 _FSDP_FIELDS = ("use_megatron_fsdp", "use_custom_fsdp")
@@ -87,6 +89,42 @@ def check_topology(layout: Layout, facts: Facts, findings: Findings) -> None:
             f"use tp={max(1, topology.gpus_per_nvlink_domain)} or less, and pp for the rest",
             tp=layout.tp,
             gpus_per_nvlink_domain=topology.gpus_per_nvlink_domain,
+        )
+
+
+def note_opportunities(
+    layout: Layout, facts: Facts, switches: Switches, findings: Findings
+) -> None:
+    """What other sizes, or fields that have no switch, could gain."""
+    layers, pp = facts.dims.num_layers, layout.pp
+    if pp > 1 and layout.vpp is None and layers is not None:
+        fitting = [vpp for vpp in range(2, layers // pp + 1) if layers % (pp * vpp) == 0]
+        if fitting:
+            findings.info(
+                "vpp-would-overlap",
+                f"`pp` ({pp}) without `vpp` leaves a bubble of ({pp} - 1) / num_microbatches and"
+                " exposed transfers between stages",
+                f"measure vpp={fitting[0]}, which divides `num_layers` ({layers}) and the bubble by"
+                f" {fitting[0]}",
+                pp=pp,
+                vpp=None,
+                num_layers=layers,
+            )
+    topology = facts.topology
+    if (
+        topology is not None
+        and facts.on_gpu
+        and layout.dp_cp >= 64
+        and switches.use_distributed_optimizer.effective
+        and place_groups(layout, topology)["dp_cp"].reach == "network"
+    ):
+        # distributed_data_parallel_config.py, the field's own text.
+        findings.info(
+            "pad-buckets",
+            f"dp x cp ({layout.dp_cp}) crosses nodes, and NCCL's rings are fastest with messages"
+            " that divide by a power of two",
+            "measure ddp={'pad_buckets_for_high_nccl_busbw': True}",
+            dp_cp=layout.dp_cp,
         )
 
 

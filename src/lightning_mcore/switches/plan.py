@@ -81,6 +81,7 @@ def plan_switches(
         nccl_communicators=communicators.nccl_communicators(request, facts, found),
         high_priority_streams=communicators.high_priority_streams(request, facts, found),
     )
+    passed_on.note_opportunities(layout, facts, switches, found)
     _note_candidates(switches, found)
     return switches, found.sorted()
 
