@@ -82,7 +82,8 @@ class LoopStrategy(CheckpointStrategy):
         self.set_world_ranks()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer, self.lightning_module)
-        self._layout, self._switches, _ = self._resolve(self.global_rank)
+        self._layout, self._switches, environment = self._resolve(self.global_rank)
+        os.environ.update(environment.to_set_in_ranks)
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()

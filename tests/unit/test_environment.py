@@ -102,6 +102,10 @@ def test_multicast_that_is_off_reaches_whoever_would_create_it():
         "UB_SKIPMC": "1",
         "NVSHMEM_DISABLE_NVLS": "1",
     }
+    assert sorted(plan_environment(deepep, off).to_set_in_ranks) == [
+        "NVSHMEM_DISABLE_NVLS",
+        "UB_SKIPMC",
+    ], "CUDA may have started in a rank"
     stated = replace(HOPPER, multicast=False)
     assert plan_environment(stated, {}).to_set == {"NCCL_NVLS_ENABLE": "0", "UB_SKIPMC": "1"}
 

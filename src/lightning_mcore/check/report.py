@@ -35,6 +35,7 @@ from lightning_mcore.topology_probe import (
     read_launch,
     topology_of,
 )
+from lightning_mcore.version import installed_version
 
 __all__ = ["SCHEMA", "Machines", "Report", "Run", "make_report"]
 
@@ -165,14 +166,13 @@ def make_report(
     run = None
     if config is None:
         topology, notes = _topology(None, machines, hardware, launch, environ)
-        te = any(p.name == "TransformerEngine" and p.state == "works" for p in packages)
         uses = Uses(
             arch=topology.arch,
             nodes=topology.nodes,
             world_size=topology.num_gpus,
-            has_te=te,
+            has_te=_has_te(packages),
             multicast=topology.multicast,
-            torch_version=_torch_version(),
+            torch_version=installed_version("torch") or (),
         )
     else:
         asked = read_config(config, found)
@@ -188,6 +188,16 @@ def make_report(
         found.add(finding)
     for note in notes:
         _note(found, "info", "topology", note, "state the topology if this is not so")
+    elsewhere = run is not None and topology.arch != "cpu" and topology.source != "NVML"
+    if elsewhere and not _has_te(packages):
+        _note(
+            found,
+            "info",
+            "packages-here",
+            "TransformerEngine is not installed here, and the plan is for machines without it",
+            "run this command in the environment of the job for what depends on it, such as"
+            " sequence_parallel and tp_comm_overlap",
+        )
     for package in packages:
         if package.state == "broken":
             relation = f"{package.name} is installed, but {package.detail}"
@@ -322,8 +332,8 @@ def _note(found: Findings, severity: Any, code: str, relation: str, fix: str) ->
     found.add(Finding(code=code, severity=severity, relation=relation, fix=fix, docs=_DOCS))
 
 
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".") if part.isdigit())
+def _has_te(packages: Sequence[Package]) -> bool:
+    return any(p.name == "TransformerEngine" and p.state == "works" for p in packages)
 
 
 def _run_as_dict(run: Run) -> dict[str, Any]:

@@ -84,6 +84,12 @@ class EnvironmentPlan:
         """What a launcher should add to the environment of the processes it starts."""
         return {variable.name: variable.value for variable in self.wanted if variable.unset}
 
+    @property
+    def to_set_in_ranks(self) -> dict[str, str]:
+        """The part of it that still counts in ranks that run already, before NCCL starts."""
+        # By the time a rank has found its device, CUDA may have started in it.
+        return {name: value for name, value in self.to_set.items() if name != CONNECTIONS}
+
     def variable(self, name: str) -> Variable | None:
         """The wanted variable of this name."""
         return next((variable for variable in self.wanted if variable.name == name), None)
