@@ -51,7 +51,7 @@ from lightning_mcore.switches import (
     with_picked_vpp,
 )
 from lightning_mcore.topology import Topology
-from lightning_mcore.topology_probe import probe_topology
+from lightning_mcore.topology_probe import FOUND, probe_topology
 from lightning_mcore.version import installed_version
 
 # WeightAveraging came with Lightning 2.6.
@@ -101,7 +101,7 @@ class Request:
 
         Every node is taken to be like this one, so that all ranks decide alike.
         """
-        stated = self.topology is not None and self.topology.source == "stated"
+        stated = self.topology is not None and self.topology.source != FOUND
         if stated or device.type == "cpu":
             return self
         found = probe_topology(environ, nodes=nodes, ranks_per_node=ranks_per_node)
@@ -212,8 +212,7 @@ def resolve_before_groups(
     """Validates everything that is known before process groups exist.
 
     Returns:
-        Layout, switches, and what they want of the environment: nothing on CPU, or on GPUs of which
-        nothing is known.
+        Layout, switches, and what they want of the environment (nothing on CPU).
 
     Raises:
         ConfigurationError: With all errors at once, on every rank alike.
@@ -222,10 +221,7 @@ def resolve_before_groups(
     layout = resolve_layout(sizes, world_size, rank)
     raise_errors(validate(request.switches, layout, facts))
     switches = resolve_switches(request.switches, layout, facts)
-    if facts.topology is None:
-        return layout, switches, EnvironmentPlan(wanted=(), findings=())
-    uses = uses_of(layout, switches, facts, facts.topology)
-    environment = plan_environment(uses, facts.environment)
+    environment = plan_environment(uses_of(layout, switches, facts), facts.environment)
     raise_errors(environment.findings)
     return layout, switches, environment
 

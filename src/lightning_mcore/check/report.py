@@ -29,6 +29,7 @@ from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.switches import Facts, Switches, check_settings
 from lightning_mcore.topology import Arch, GroupPlace, Network, Topology, place_groups
 from lightning_mcore.topology_probe import (
+    FOUND,
     Hardware,
     Launch,
     read_hardware,
@@ -180,7 +181,7 @@ def make_report(
         run = _plan(asked, machines, topology, environ, found)
         uses = None
         if run.layout is not None and run.switches is not None:
-            uses = uses_of(run.layout, run.switches, run.facts, topology)
+            uses = uses_of(run.layout, run.switches, run.facts)
     environment = EnvironmentPlan(wanted=(), findings=())
     if uses is not None:
         environment = plan_environment(uses, environ)
@@ -188,7 +189,7 @@ def make_report(
         found.add(finding)
     for note in notes:
         _note(found, "info", "topology", note, "state the topology if this is not so")
-    elsewhere = run is not None and topology.arch != "cpu" and topology.source != "NVML"
+    elsewhere = run is not None and topology.arch != "cpu" and topology.source != FOUND
     if elsewhere and not _has_te(packages):
         _note(
             found,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_mcore.findings import Finding, Findings, Severity
 from lightning_mcore.topology import Arch
@@ -20,8 +21,9 @@ _DOCS = "docs/environment.md#rules"
 class Uses:
     """What a run does that environment variables bear upon."""
 
-    arch: Arch
-    """Generation of the GPUs; ``"cpu"``: no rule applies."""
+    arch: Arch | Literal["unknown"]
+    """Generation of the GPUs; ``"cpu"``: no rule applies; ``"unknown"``: those that depend on it
+    do not."""
     nodes: int = 1
     """Hosts."""
     world_size: int = 1
