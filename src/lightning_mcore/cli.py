@@ -1,4 +1,4 @@
-"""The command ``lightning-mcore``: checkpoints in and out, pictures of traces.
+"""The command ``lightning-mcore``: checks and tunes jobs, takes checkpoints in and out, draws traces.
 
 One process on any machine; no GPU, no process groups, no model code.
 """
@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_mcore.errors import ConfigurationError, MCoreError
 from lightning_mcore.version import __version__
@@ -34,6 +34,17 @@ To take weights out:
   lightning-mcore export NAME.ckpt weights.safetensors
   load these into such a model, then bridge.save_hf_pretrained(models, "DIR")
 Neither way is tested here; AutoBridge is that of megatron.bridge."""
+
+
+_Parser: TypeAlias = argparse.ArgumentParser
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Leaves room for the names of commands and options."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,24 +143,40 @@ def _hugging_face() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-mcore",
-        description="Checks and tunes jobs, takes checkpoints in and out, draws traces.",
+        description="Checks configurations before they run and tunes jobs; looks into checkpoints,"
+        " exports and imports them; draws traces. No GPU is needed.",
+        epilog="lightning-mcore COMMAND --help tells about each command.",
+        formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-mcore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_check(commands)
 
-    inspect = commands.add_parser("inspect", help="say what a checkpoint holds; check its files")
-    inspect.add_argument("checkpoint", metavar="NAME.ckpt")
-    inspect.add_argument("--tensors", action="store_true", help="list the model's tensors")
+    inspect = _command(
+        commands,
+        "inspect",
+        "show what a checkpoint holds, and whether its files are complete",
+        "Tells step, layout, optimizer and size of a checkpoint directory without reading tensors."
+        " Exit code 1 if files are missing or cut short.",
+    )
+    inspect.add_argument("checkpoint", metavar="NAME.ckpt", help="checkpoint directory")
+    inspect.add_argument("--tensors", action="store_true", help="list the model's tensors too")
 
-    export = commands.add_parser("export", help="write the whole model into one plain file")
-    export.add_argument("checkpoint", metavar="NAME.ckpt")
-    export.add_argument("out", metavar="OUT")
+    export = _command(
+        commands,
+        "export",
+        "write a checkpoint's whole model into one plain file",
+        "Joins the shards of all ranks, whatever the layout, into a file that plain torch or"
+        " Lightning loads. The optimizer's state is left out.",
+    )
+    export.add_argument("checkpoint", metavar="NAME.ckpt", help="checkpoint directory")
+    export.add_argument("out", metavar="OUT", help="file to write")
     export.add_argument(
         "--format",
         choices=("lightning", "safetensors"),
-        help="default: safetensors if OUT ends so, else lightning",
+        help="a Lightning checkpoint, or safetensors with tensors only; default: safetensors if OUT"
+        " ends in it, else lightning",
     )
     export.add_argument(
         "--weights-only",
@@ -158,24 +185,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument(
         "--prefix",
-        help="in front of every name; default: what the LightningModule has on one process"
-        " (lightning), nothing (safetensors)",
+        help="put in front of every tensor's name; default: what the LightningModule has on one"
+        " process (lightning), nothing (safetensors)",
     )
     export.add_argument(
         "--norms",
         choices=("auto", "fused", "separate"),
         default="auto",
-        help="how layers name their norms: fused as in TransformerEngine layers, or separate",
+        help="names of the layers' norms: fused into the linear layer behind them, as in"
+        " TransformerEngine layers, or separate; default: as in the checkpoint",
     )
     export.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
-    plain = commands.add_parser("import", help="write a plain file's weights as a checkpoint")
-    plain.add_argument("plain", metavar="PLAIN")
-    plain.add_argument("checkpoint", metavar="NAME.ckpt")
+    plain = _command(
+        commands,
+        "import",
+        "write a plain file's weights as a checkpoint",
+        "Turns a Lightning checkpoint, a state_dict or a safetensors file into a checkpoint"
+        " directory that loads in any layout; one of this name is replaced. Code in the file is not"
+        " run.",
+    )
+    plain.add_argument("plain", metavar="PLAIN", help="file to read")
+    plain.add_argument("checkpoint", metavar="NAME.ckpt", help="checkpoint directory to write")
     plain.add_argument(
         "--kind",
         choices=("megatron", "sequential", "plain"),
-        help="of the model that will load it; default: by the names in PLAIN",
+        help="what the model that will load it is made of: Megatron layers, an nn.Sequential cut"
+        " into stages, or plain modules; default: by the names in PLAIN",
     )
     timeline = commands.add_parser("timeline", help="draw traces as a pipeline diagram")
     timeline.add_argument(
@@ -200,15 +236,22 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--rounds", type=int, default=3, help="windows per trial")
     tune.add_argument("--only", nargs="+", metavar="TRIAL", help="these trials beside the baseline")
     for name, text in (("import-hf", "from"), ("export-hf", "to")):
-        bridge = commands.add_parser(name, help=f"how to convert {text} Hugging Face")
+        bridge = commands.add_parser(
+            name, help=f"tell how to convert weights {text} Hugging Face, with Megatron-Bridge"
+        )
         bridge.add_argument("paths", nargs="*", help=argparse.SUPPRESS)
     return parser
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _command(commands: _Commands, name: str, help: str, description: str) -> _Parser:
+    return commands.add_parser(name, help=help, description=description, formatter_class=_Formatter)
+
+
+def _add_check(commands: _Commands) -> None:
     check = commands.add_parser(
         "check",
-        help="say what a configuration would run here or elsewhere, and what is wrong with it",
+        formatter_class=_Formatter,
+        help="show what a configuration would run, here or elsewhere, and what is wrong with it",
         description="Shows versions, GPUs and their links, environment variables and, with a"
         " configuration, the layout, the effective switches and findings. Starts nothing.",
         epilog="Settings of the configuration can be overridden as in a LightningCLI script:"

@@ -93,6 +93,7 @@ class LoopStrategy(CheckpointStrategy):
         resolved = self._resolve(self.global_rank)
         self._layout, self._switches = resolved.layout, resolved.switches
         self._userbuffers = resolved.userbuffers
+        os.environ.update(resolved.environment.to_set_in_ranks)
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()
@@ -114,9 +115,10 @@ class LoopStrategy(CheckpointStrategy):
         """
         dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
         device = self.root_device
-        self._request = dataclasses.replace(self._request, dims=dims).on_machines(
+        request = self._request.on_machines(
             device, os.environ, nodes=self.num_nodes, ranks_per_node=self.num_processes
         )
+        self._request = dataclasses.replace(request, dims=dims)
         return resolve_before_groups(
             self._request,
             self._request.facts(self.precision_plugin, device),

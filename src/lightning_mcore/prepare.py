@@ -55,7 +55,7 @@ from lightning_mcore.switches import (
     with_picked_vpp,
 )
 from lightning_mcore.topology import Topology
-from lightning_mcore.topology_probe import probe_topology
+from lightning_mcore.topology_probe import FOUND, probe_topology
 from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import installed_version
 
@@ -111,7 +111,7 @@ class Request:
 
         Every node is taken to be like this one, so that all ranks decide alike.
         """
-        stated = self.topology is not None and self.topology.source == "stated"
+        stated = self.topology is not None and self.topology.source != FOUND
         if stated or device.type == "cpu":
             return self
         found = probe_topology(environ, nodes=nodes, ranks_per_node=ranks_per_node)
@@ -241,11 +241,8 @@ def resolve_before_groups(
     _, of_experts = choose_experts(request.experts, layout, facts)
     raise_errors([*validate(request.switches, layout, facts), *of_experts])
     switches = resolve_switches(request.switches, layout, facts)
-    environment = EnvironmentPlan(wanted=(), findings=())
-    if facts.topology is not None:
-        uses = uses_of(layout, switches, facts, facts.topology)
-        environment = plan_environment(uses, facts.environment)
-        raise_errors(environment.findings)
+    environment = plan_environment(uses_of(layout, switches, facts), facts.environment)
+    raise_errors(environment.findings)
     userbuffers = None
     if switches.tp_comm_overlap.effective:
         userbuffers = userbuffers_plan(request.switches, layout, facts, switches.sequence_parallel)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lightning_mcore.topology import Arch, Network, Topology
 
 __all__ = [
+    "FOUND",
     "Gpu",
     "Hardware",
     "Launch",
@@ -27,6 +28,9 @@ __all__ = [
     "read_launch",
     "topology_of",
 ]
+
+FOUND = "NVML"
+"""The source of a topology that a probe has found."""
 
 _INFINIBAND = Path("/sys/class/infiniband")
 """Where Linux lists RDMA devices, InfiniBand and RoCE alike."""
@@ -297,7 +301,7 @@ def topology_of(
         arch=_arch(hardware),
         network=network,
         multicast=multicast,
-        source="NVML",
+        source=FOUND,
     )
     return topology, tuple(notes)
 

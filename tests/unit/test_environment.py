@@ -1,6 +1,7 @@
 """Which variables a run wants and what is wrong with those that are set: a table of rules."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,18 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_mcore import MCoreStrategy, topology_probe
-from lightning_mcore.environment import CONNECTIONS, Uses, in_words, plan_environment, shown
+from lightning_mcore.config import ParallelSizes, SwitchRequest
+from lightning_mcore.environment import (
+    CONNECTIONS,
+    Uses,
+    environment_text,
+    in_words,
+    plan_environment,
+    shown,
+)
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.layout import resolve_layout
+from lightning_mcore.switches import Facts, resolve_switches
 from lightning_mcore.topology import Topology
 from lightning_mcore.topology_probe import Hardware, read_hardware
 from tests.unit.nvml import FakeNvml
@@ -46,6 +57,8 @@ def codes(uses, environ, *severities):
         (BLACKWELL, "32"),
         (replace(BLACKWELL, world_size=1, nodes=1), None),
         (replace(TP, arch="cpu"), None),
+        (replace(TP, arch="unknown"), None),
+        (replace(EXPERTS, arch="unknown"), "32"),
     ],
 )
 def test_the_number_of_connections(uses, wanted):
@@ -69,6 +82,7 @@ def test_the_number_of_connections(uses, wanted):
         (DP, "1", [("env-connections-dp", "warning")]),
         (replace(DP, splits_layers=True), "1", [("env-connections-dp", "info")]),
         (replace(DP, arch="blackwell"), "1", []),
+        (replace(DP, arch="unknown"), "1", []),
         (DP, "8", []),
         (HOPPER, "1", []),
         (FSDP, "1", [("env-connections-fsdp", "error")]),
@@ -102,6 +116,10 @@ def test_multicast_that_is_off_reaches_whoever_would_create_it():
         "UB_SKIPMC": "1",
         "NVSHMEM_DISABLE_NVLS": "1",
     }
+    assert sorted(plan_environment(deepep, off).to_set_in_ranks) == [
+        "NVSHMEM_DISABLE_NVLS",
+        "UB_SKIPMC",
+    ], "CUDA may have started in a rank"
     stated = replace(HOPPER, multicast=False)
     assert plan_environment(stated, {}).to_set == {"NCCL_NVLS_ENABLE": "0", "UB_SKIPMC": "1"}
 
@@ -246,6 +264,33 @@ def test_a_stated_topology_wins_over_the_variable():
     assert stated.to_set == {"UB_SKIPMC": "1"}
 
 
+def test_the_row_of_the_header():
+    layout = resolve_layout(ParallelSizes(tp=2), 8, 0)
+    facts = Facts(engine_version=(0, 19, 2), on_gpu=True, precision="bf16-mixed")
+    switches = resolve_switches(SwitchRequest(), layout, facts)
+    unknown = environment_text(layout, switches, facts)
+    assert unknown.startswith("CUDA_DEVICE_MAX_CONNECTIONS unset; what it should be depends on")
+    known = replace(facts, topology=Topology(arch="hopper"), environment={CONNECTIONS: "1"})
+    text = environment_text(layout, switches, known)
+    assert text == "CUDA_DEVICE_MAX_CONNECTIONS 1"
+    assert "not known" not in text
+    assert environment_text(layout, switches, replace(facts, on_gpu=False)) is None
+
+
+def test_a_topology_of_the_users_own_is_kept(monkeypatch):
+    mine = Topology(arch="hopper", nodes=2, source="the data sheet")
+    request = MCoreStrategy(topology=mine)._request
+    on = partial(request.on_machines, environ={}, nodes=3, ranks_per_node=4)
+    assert on(torch.device("cuda")).topology is mine
+    found = replace(request, topology=replace(mine, source="NVML"))
+    again = partial(found.on_machines, environ={}, nodes=3, ranks_per_node=4)
+    monkeypatch.setattr(
+        topology_probe, "read_hardware", lambda environ: read_hardware({}, FakeNvml())
+    )
+    assert again(torch.device("cuda")).topology.nodes == 3, "found for another run, so read again"
+    assert again(torch.device("cpu")) is found
+
+
 @pytest.fixture
 def launching(monkeypatch):
     """A strategy on 8 GPUs that is about to start processes, and what it would set for them."""
@@ -282,7 +327,10 @@ def test_settings_that_cannot_work_start_no_process(launching):
 
 def test_gpus_that_nvml_does_not_tell_about(launching, monkeypatch):
     monkeypatch.setattr(topology_probe, "read_hardware", lambda environ: Hardware(notes=("no",)))
-    assert launching(tp=8, topology=None) == {}, "nothing is known, so nothing is set"
+    assert launching(tp=8, topology=None) == {}, "it depends on what is not known"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert launching(tp=8, topology=None) == {"UB_SKIPMC": "1"}
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
     monkeypatch.setattr(
         topology_probe, "read_hardware", lambda environ: read_hardware({}, FakeNvml())
     )

@@ -29,12 +29,14 @@ from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.switches import Facts, Switches, check_settings
 from lightning_mcore.topology import Arch, GroupPlace, Network, Topology, place_groups
 from lightning_mcore.topology_probe import (
+    FOUND,
     Hardware,
     Launch,
     read_hardware,
     read_launch,
     topology_of,
 )
+from lightning_mcore.version import installed_version
 
 __all__ = ["SCHEMA", "Machines", "Report", "Run", "make_report"]
 
@@ -165,14 +167,13 @@ def make_report(
     run = None
     if config is None:
         topology, notes = _topology(None, machines, hardware, launch, environ)
-        te = any(p.name == "TransformerEngine" and p.state == "works" for p in packages)
         uses = Uses(
             arch=topology.arch,
             nodes=topology.nodes,
             world_size=topology.num_gpus,
-            has_te=te,
+            has_te=_has_te(packages),
             multicast=topology.multicast,
-            torch_version=_torch_version(),
+            torch_version=installed_version("torch") or (),
         )
     else:
         asked = read_config(config, found)
@@ -180,7 +181,7 @@ def make_report(
         run = _plan(asked, machines, topology, environ, found)
         uses = None
         if run.layout is not None and run.switches is not None:
-            uses = uses_of(run.layout, run.switches, run.facts, topology)
+            uses = uses_of(run.layout, run.switches, run.facts)
     environment = EnvironmentPlan(wanted=(), findings=())
     if uses is not None:
         environment = plan_environment(uses, environ)
@@ -188,6 +189,16 @@ def make_report(
         found.add(finding)
     for note in notes:
         _note(found, "info", "topology", note, "state the topology if this is not so")
+    elsewhere = run is not None and topology.arch != "cpu" and topology.source != FOUND
+    if elsewhere and not _has_te(packages):
+        _note(
+            found,
+            "info",
+            "packages-here",
+            "TransformerEngine is not installed here, and the plan is for machines without it",
+            "run this command in the environment of the job for what depends on it, such as"
+            " sequence_parallel and tp_comm_overlap",
+        )
     for package in packages:
         if package.state == "broken":
             relation = f"{package.name} is installed, but {package.detail}"
@@ -322,8 +333,8 @@ def _note(found: Findings, severity: Any, code: str, relation: str, fix: str) ->
     found.add(Finding(code=code, severity=severity, relation=relation, fix=fix, docs=_DOCS))
 
 
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".") if part.isdigit())
+def _has_te(packages: Sequence[Package]) -> bool:
+    return any(p.name == "TransformerEngine" and p.state == "works" for p in packages)
 
 
 def _run_as_dict(run: Run) -> dict[str, Any]:

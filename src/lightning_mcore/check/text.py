@@ -151,12 +151,10 @@ def _environment(report: Report) -> list[str]:
     lines = _table(rows, indent="")
     missing = report.environment.to_set
     if missing:
-        exports = " ".join(f"{name}={value}" for name, value in missing.items())
-        lines += _wrap(
-            "  ",
-            "What is wanted and unset, the strategy sets for processes that Lightning starts; under"
-            f" torchrun or SLURM: export {exports}",
-        )
+        text = "What is wanted and unset, the strategy sets for processes that Lightning starts"
+        if CONNECTIONS in missing:
+            text += f"; under torchrun or SLURM, export {CONNECTIONS}={missing[CONNECTIONS]}"
+        lines += _wrap("  ", text)
     return lines
 
 

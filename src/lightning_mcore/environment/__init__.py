@@ -110,8 +110,14 @@ def in_words(plan: EnvironmentPlan, environ: Mapping[str, str]) -> str:
 
 
 def environment_text(layout: Layout, switches: Switches, facts: Facts) -> str | None:
-    """The run header's row on the environment; ``None`` on CPU, or where GPUs are unknown."""
-    if not facts.on_gpu or facts.topology is None:
+    """The run header's row on the environment; ``None`` on CPU."""
+    uses = uses_of(layout, switches, facts)
+    if uses.arch == "cpu":
         return None
-    plan = plan_environment(uses_of(layout, switches, facts, facts.topology), facts.environment)
-    return in_words(plan, facts.environment)
+    text = in_words(plan_environment(uses, facts.environment), facts.environment)
+    if uses.arch == "unknown":
+        text += (
+            "; what it should be depends on the GPUs, which are not known: pip install"
+            " 'lightning-mcore[gpu]'"
+        )
+    return text

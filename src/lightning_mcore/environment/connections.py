@@ -9,6 +9,8 @@ __all__ = ["check_connections", "wanted_connections"]
 _MANY = "32"
 """The most connections that CUDA takes, and what recipes for concurrent streams use."""
 
+_BEFORE_BLACKWELL = ("ampere", "hopper")
+
 
 def wanted_connections(uses: Uses) -> tuple[str, str] | None:
     """Value and reason; the order of the rules is that of what breaks most without them."""
@@ -19,7 +21,7 @@ def wanted_connections(uses: Uses) -> tuple[str, str] | None:
         return _MANY, "the experts' all-to-all overlaps only if it has queues of its own"
     if uses.arch == "blackwell":
         return (_MANY, "recipes for Blackwell") if uses.world_size > 1 else None
-    if uses.splits_layers:
+    if uses.splits_layers and uses.arch in _BEFORE_BLACKWELL:
         return (
             "1",
             "before Blackwell, tensor- and context-parallel communication starts reliably before"
@@ -81,7 +83,7 @@ def check_connections(uses: Uses, found: Noted) -> None:
             "set it to 1",
             CONNECTIONS,
         )
-    elif one and uses.overlaps_data_parallel and uses.arch != "blackwell":
+    elif one and uses.overlaps_data_parallel and uses.arch in _BEFORE_BLACKWELL:
         # NVIDIA/Megatron-LM#1468.
         needed = wanted is not None and wanted[0] == "1"
         found.note(
@@ -94,7 +96,8 @@ def check_connections(uses: Uses, found: Noted) -> None:
             else "unset it",
             CONNECTIONS,
         )
-    if uses.overlaps_experts and uses.splits_layers and uses.arch != "blackwell" and not one:
+    both = uses.overlaps_experts and uses.splits_layers and uses.arch in _BEFORE_BLACKWELL
+    if both and not one:
         found.note(
             "info",
             "env-connections-both",

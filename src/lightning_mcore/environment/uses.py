@@ -7,18 +7,18 @@ from dataclasses import fields
 from lightning_mcore.environment.values import Uses
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Facts, Switches
-from lightning_mcore.topology import Topology
 
 __all__ = ["uses_of"]
 
 
-def uses_of(layout: Layout, switches: Switches, facts: Facts, topology: Topology) -> Uses:
-    """What a run with these settings does on these machines."""
+def uses_of(layout: Layout, switches: Switches, facts: Facts) -> Uses:
+    """What a run with these settings does, on the machines of ``facts`` as far as known."""
+    topology = facts.topology
     # By name: families of switches that this version does not have are off.
     effective = {row.name: getattr(switches, row.name).effective for row in fields(switches)}
     return Uses(
-        arch=topology.arch if facts.on_gpu else "cpu",
-        nodes=topology.nodes,
+        arch="cpu" if not facts.on_gpu else topology.arch if topology else "unknown",
+        nodes=topology.nodes if topology else 1,
         world_size=layout.world_size,
         splits_layers=(layout.tp > 1 or layout.cp > 1) and not facts.native_model,
         overlaps_data_parallel=bool(
@@ -30,6 +30,6 @@ def uses_of(layout: Layout, switches: Switches, facts: Facts, topology: Topology
         fsdp=bool(effective.get("fsdp")),
         nccl_ub=bool(effective.get("nccl_ub")),
         has_te=facts.te_version is not None,
-        multicast=facts.multicast and topology.multicast,
+        multicast=facts.multicast,
         torch_version=facts.torch_version,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_mcore.findings import Finding, Findings, Severity
 from lightning_mcore.topology import Arch
@@ -20,8 +21,9 @@ _DOCS = "docs/environment.md#rules"
 class Uses:
     """What a run does that environment variables bear upon."""
 
-    arch: Arch
-    """Generation of the GPUs; ``"cpu"``: no rule applies."""
+    arch: Arch | Literal["unknown"]
+    """Generation of the GPUs; ``"cpu"``: no rule applies; ``"unknown"``: those that depend on it
+    do not."""
     nodes: int = 1
     """Hosts."""
     world_size: int = 1
@@ -83,6 +85,12 @@ class EnvironmentPlan:
     def to_set(self) -> dict[str, str]:
         """What a launcher should add to the environment of the processes it starts."""
         return {variable.name: variable.value for variable in self.wanted if variable.unset}
+
+    @property
+    def to_set_in_ranks(self) -> dict[str, str]:
+        """The part of it that still counts in ranks that run already, before NCCL starts."""
+        # By the time a rank has found its device, CUDA may have started in it.
+        return {name: value for name, value in self.to_set.items() if name != CONNECTIONS}
 
     def variable(self, name: str) -> Variable | None:
         """The wanted variable of this name."""
