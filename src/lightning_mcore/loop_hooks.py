@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -80,9 +81,10 @@ class LoopStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer, self.lightning_module)
         dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
+        self._request = dataclasses.replace(self._request, dims=dims)
         self._layout, self._switches = resolve_before_groups(
             self._request,
-            self._request.facts(self.precision_plugin, self.root_device, dims=dims),
+            self._request.facts(self.precision_plugin, self.root_device),
             world_size=self.world_size,
             rank=self.global_rank,
         )

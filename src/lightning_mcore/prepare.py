@@ -60,6 +60,9 @@ _AVERAGING_CALLBACKS = tuple(
     if hasattr(callbacks, name)
 )
 
+_READ_BY_LIBRARIES = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "UB_")
+"""Prefixes of environment variables that rules are about."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -74,6 +77,8 @@ class Request:
     """Checkpoint to load weights from."""
     seq_length: int | None = None
     """Tokens per sample, where the model call does not show them."""
+    dims: ModelDims = field(default_factory=ModelDims)
+    """What the LightningModule of the run declares."""
     torch_norms_only: bool = False
     """Found while building: the model's norms refuse sequence parallelism."""
 
@@ -91,7 +96,6 @@ class Request:
         *,
         native: bool | None = None,
         optimizer: str | None = None,
-        dims: ModelDims | None = None,
         per_token_loss: bool = False,
     ) -> Facts:
         """What is known about installation, hardware, model and optimizer; ``None`` if not yet."""
@@ -108,9 +112,9 @@ class Request:
             has_einops=find_spec("einops") is not None,
             torch_norms_only=self.torch_norms_only,
             per_token_loss=per_token_loss,
-            dims=dims or ModelDims(),
+            dims=self.dims,
             topology=self.topology,
-            environment=os.environ,
+            environment={k: v for k, v in os.environ.items() if k.startswith(_READ_BY_LIBRARIES)},
         )
 
 
@@ -283,7 +287,6 @@ def prepare_run(
         device,
         native=native,
         optimizer=kind,
-        dims=ModelDims.from_object(getattr(module, "model_dims", None)),
         per_token_loss=bool(getattr(config, "calculate_per_token_loss", False)),
     )
     switches, findings = plan_switches(request.switches, layout, facts)

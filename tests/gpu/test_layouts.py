@@ -24,6 +24,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "micro_batch_size": 2},
     "pp2": {"pp": 2, "micro_batch_size": 2},
     "pp2vpp2": {"pp": 2, "vpp": 2, "overlap_p2p": True, "micro_batch_size": 2},
+    "dp2nccl": {
+        "average_in_collective": True,
+        "nccl_communicators": {"dp_cp": {"max_ctas": 8}},
+        "high_priority_streams": ["dp_cp"],
+    },
+    "pp2unbatched": {"pp": 2, "batch_p2p": False, "micro_batch_size": 2},
+    "pp2vpp2flush": {"pp": 2, "vpp": 2, "overlap_p2p_warmup_flush": True, "micro_batch_size": 2},
+    "pp2vpp2safe": {"pp": 2, "vpp": 2, "comm": "safe", "micro_batch_size": 2},
 }
 
 
@@ -78,7 +86,7 @@ def train(layout: str, precision: str) -> list[tuple[float, float]]:
         # Named, since looking for others starts MPI where mpi4py is installed.
         plugins=[LightningEnvironment()],
     )
-    batch = 4 if layout == "dp2" else 8
+    batch = 4 if layout.startswith("dp2") else 8
     trainer.fit(SameWeights(), DataLoader(token_dataset(64), batch_size=batch))
     return seen.steps
 
@@ -89,7 +97,7 @@ def reference() -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2vpp2"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp2"])
 def test_fp32_layouts_agree(layout, reference):
     for steps in run_ranks(train, 2, layout, "32-true", timeout_s=300):
         for (loss, norm), (expected, expected_norm) in zip(steps, reference, strict=True):

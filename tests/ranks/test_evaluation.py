@@ -45,8 +45,10 @@ def evaluate(layout):
     """Evaluates one fixed model with every cut; returns values and predictions by cut."""
     module, seen = CountingGPT(), {}
     data = numbered_tokens(PER_REPLICA * dp_of(layout))
+    # Meant for training: evaluation takes batches that such groups do not fit.
+    groups = {"microbatch_group_size_per_vp_stage": 4} if "vpp" in SIZES[layout] else {}
     for name, (batch_size, micro_batch_size) in CUTS.items():
-        trainer = make_trainer({**SIZES[layout], "micro_batch_size": micro_batch_size})
+        trainer = make_trainer({**SIZES[layout], **groups, "micro_batch_size": micro_batch_size})
         (validated,) = trainer.validate(module, loader(data, batch_size), verbose=False)
         (tested,) = trainer.test(module, loader(data, batch_size), verbose=False)
         predicted = trainer.predict(module, loader(data, batch_size))

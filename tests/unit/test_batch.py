@@ -265,3 +265,28 @@ class TestHook:
             [False, False, False, True],
             [False, True],
         ]
+
+
+class TestGroupsOfMicrobatches:
+    """``microbatch_group_size_per_vp_stage`` and the number of microbatches."""
+
+    def plan(self, samples, group_size, pp=2):
+        return plan(samples, micro_batch_size=1, pp=pp, interleaved=True, group_size=group_size)
+
+    @pytest.mark.parametrize(("samples", "group_size"), [(8, 2), (8, 4), (8, 8), (8, 3), (6, 4)])
+    def test_fit(self, samples, group_size):
+        assert len(self.plan(samples, group_size).microbatches) == samples
+
+    @pytest.mark.parametrize(
+        ("samples", "group_size", "message"),
+        [
+            (4, 6, r"`microbatch_group_size_per_vp_stage` \(6\) must be at most .*\(4\)"),
+            (4, 3, r"`num_microbatches` \(4\) must leave nothing, or at least `pp` \(2\)"),
+        ],
+    )
+    def test_are_refused_with_the_numbers(self, samples, group_size, message):
+        with pytest.raises(ConfigurationError, match=message):
+            self.plan(samples, group_size)
+
+    def test_without_groups_nothing_is_asked(self):
+        assert len(plan(4, micro_batch_size=1, pp=1, group_size=None).microbatches) == 4

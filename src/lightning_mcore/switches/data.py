@@ -93,7 +93,7 @@ def optimizer_instances(
         findings.error(
             "optimizer-instances-need-einops",
             f"`{_INSTANCES}` ({asked}) needs the package einops, which the engine imports for it",
-            f"use pip install einops, or {_INSTANCES}=1",
+            f"pip install einops, or use {_INSTANCES}=1",
             num_distributed_optimizer_instances=asked,
         )
     for axis, size in (("dp x cp", layout.dp_cp), ("expert data-parallel size", layout.edp)):

@@ -138,7 +138,7 @@ def _userbuffers_obstacles(
             (
                 "tp-overlap-needs-te",
                 "TransformerEngine, which is not installed",
-                "pip install 'lightning-mcore[te]'",
+                "an installation with it (pip install 'lightning-mcore[te]')",
             )
         )
     if facts.native_model:
