@@ -45,7 +45,7 @@ def shards_of(chunk: nn.Module) -> list[Shard]:
     found = []
     seen = set()
     for whole in chunk.sharded_state_dict(metadata=metadata).values():
-        if id(whole.data) not in parameters:
+        if id(getattr(whole, "data", None)) not in parameters:
             continue
         seen.add(id(whole.data))
         # A gated unit's two halves are parts of their own, as views of the one parameter.
