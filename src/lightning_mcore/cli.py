@@ -1,6 +1,6 @@
-"""The command ``lightning-mcore``: checks and tunes jobs, takes checkpoints in and out, draws traces.
+"""The command ``lightning-mcore``: checks and tunes jobs, checkpoints in and out, traces drawn.
 
-One process on any machine; no GPU, no process groups, no model code.
+All but ``tune`` are one process on any machine; no GPU, no process groups, no model code.
 """
 
 from __future__ import annotations

@@ -12,7 +12,12 @@ from lightning_mcore.build import Factory
 from lightning_mcore.config import Auto, Comm, CpCommType, Fsdp, ParallelSizes, SwitchRequest
 from lightning_mcore.context import position_ids
 from lightning_mcore.errors import NotInitializedError
-from lightning_mcore.experts import ExpertRequest, MoEDispatcher, OverlapMoE
+from lightning_mcore.experts import (
+    ExpertRequest,
+    ExpertSwitches,
+    MoEDispatcher,
+    OverlapMoE,
+)
 from lightning_mcore.loop_hooks import LoopStrategy
 from lightning_mcore.optimizer import StepStats
 from lightning_mcore.prepare import Request, build_model, communicator_settings
@@ -202,6 +207,13 @@ class MCoreStrategy(LoopStrategy):
                 "Switches are resolved once the Trainer has started processes."
             )
         return self._switches
+
+    @property
+    def expert_switches(self) -> ExpertSwitches:
+        """Effective dispatcher and overlap of expert layers, with their reasons."""
+        if self._run is None:
+            raise NotInitializedError("Settings of expert layers are final once a model is built.")
+        return self._run.experts
 
     @property
     def step_stats(self) -> StepStats | None:

@@ -48,9 +48,9 @@ class Watch(L.Callback):
         kwargs = sampler_arguments(trainer)
         self.outcome = Outcome(kwargs["rank"], kwargs["num_replicas"])
         if isinstance(trainer.strategy, MCoreStrategy):
-            switches = trainer.strategy.switches
-            names = type(switches).__dataclass_fields__
-            self.outcome.switches = {name: getattr(switches, name).effective for name in names}
+            for switches in (trainer.strategy.switches, trainer.strategy.expert_switches):
+                names = type(switches).__dataclass_fields__
+                self.outcome.switches |= {n: getattr(switches, n).effective for n in names}
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         # Lightning divides what the step returned by the batches of an accumulation.

@@ -207,6 +207,9 @@ def trained(world_size: int) -> dict[str, list[Outcome]]:
 def test_equals_one_process(case):
     expected = one_process()[case.training]
     ranks = trained(LAYOUTS[case.layout][0])[str(case)]
+    for rank in ranks:
+        for name, value in case.switches.items():
+            assert rank.switches[name] == value
     check_batches(ranks, token_dataset(case.training.samples))
     check_steps(ranks, expected.reference)
     check_shards([rank.shards for rank in ranks], expected.reference.parameters, 1e-5)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor, nn
 
 SCALE = 0.1
@@ -43,17 +43,22 @@ def shards_of(chunk: nn.Module) -> list[Shard]:
     }
     parameters = {id(param) for param in chunk.parameters()}
     found = []
-    for entry in chunk.sharded_state_dict(metadata=metadata).values():
-        if not isinstance(entry, ShardedTensor) or id(entry.data) not in parameters:
+    seen = set()
+    for whole in chunk.sharded_state_dict(metadata=metadata).values():
+        if id(getattr(whole, "data", None)) not in parameters:
             continue
-        shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
-        place = tuple(
-            start if axis < entry.prepend_axis_num else slice(start, start + size)
-            for axis, (start, size) in enumerate(zip(entry.global_offset, shape, strict=True))
-        )
-        found.append(Shard(entry.key, tuple(entry.global_shape), place, entry.data))
+        seen.add(id(whole.data))
+        # A gated unit's two halves are parts of their own, as views of the one parameter.
+        halves = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
+        for entry in halves:
+            shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+            place = tuple(
+                start if axis < entry.prepend_axis_num else slice(start, start + size)
+                for axis, (start, size) in enumerate(zip(entry.global_offset, shape, strict=True))
+            )
+            found.append(Shard(entry.key, tuple(entry.global_shape), place, entry.data))
     # A model that is whole ties by using one parameter twice; parts hold a copy each.
-    assert {id(shard.value) for shard in found} == parameters, "every parameter has a shard"
+    assert seen == parameters, "every parameter has a shard"
     return found
 
 
