@@ -22,6 +22,7 @@ def gpt_chunk(
     tied: bool = False,
     layers: int = LAYERS,
     experts: int | None = None,
+    layer_spec: Any = None,
     **fields: Any,
 ) -> GPTModel:
     """One chunk of a GPT with ``layers`` layers in all; the defaults give the whole model."""
@@ -44,7 +45,7 @@ def gpt_chunk(
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=experts),
+        layer_spec or get_gpt_layer_local_spec(num_experts=experts),
         VOCAB,
         SEQ,
         pre_process=is_first,

@@ -16,12 +16,14 @@ from lightning_mcore.stage import Pipeline, Stage
 from lightning_mcore.strategy import MCoreStrategy
 from lightning_mcore.switches import Switch, Switches, validate
 from lightning_mcore.topology import Topology
+from lightning_mcore.userbuffers import GemmOverlap, TPCommOverlap
 from lightning_mcore.version import __version__
 
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "Finding",
+    "GemmOverlap",
     "Groups",
     "Layout",
     "MCoreError",
@@ -33,6 +35,7 @@ __all__ = [
     "StepStats",
     "Switch",
     "Switches",
+    "TPCommOverlap",
     "Topology",
     "__version__",
     "validate",

@@ -214,8 +214,25 @@ def _slice(value: Any, samples: int, start: int, stop: int) -> Any:
                 " micro_batch_size)` that returns the list of microbatches."
             )
         return value[start:stop]
+    if isinstance(value, (list, tuple)) and not any(True for _ in tensors_of(value)):
+        return value[start:stop] if len(value) == samples else value
+    return _rebuilt(value, lambda item: _slice(item, samples, start, stop))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Applies ``change`` to every tensor in nested mappings, sequences and dataclasses.
+
+    Containers are rebuilt with their own type; whatever else they hold stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    return _rebuilt(value, lambda item: map_tensors(item, change))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same type with each of its entries changed; other values as they are."""
     if isinstance(value, Mapping):
-        cut = {key: _slice(item, samples, start, stop) for key, item in value.items()}
+        cut = {key: change(item) for key, item in value.items()}
         if isinstance(value, MutableMapping):
             # Keeps what else such a mapping holds, a default factory for example.
             same = copy.copy(value)
@@ -224,15 +241,13 @@ def _slice(value: Any, samples: int, start: int, stop: int) -> Any:
         return type(value)(cut)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {
-            field.name: _slice(getattr(value, field.name), samples, start, stop)
+            field.name: change(getattr(value, field.name))
             for field in dataclasses.fields(value)
             if field.init
         }
         return dataclasses.replace(value, **changes)
     if isinstance(value, (list, tuple)):
-        if not any(True for _ in tensors_of(value)):
-            return value[start:stop] if len(value) == samples else value
-        items = [_slice(item, samples, start, stop) for item in value]
+        items = [change(item) for item in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)

@@ -74,6 +74,15 @@ def _call_factory(
             except (ValueError, AssertionError) as error:
                 # megatron/core/transformer/torch_norm.py, WrappedTorchNorm.
                 refused = "sequence parallel not supported by torch" in str(error)
+                # megatron/core/transformer/dot_product_attention.py.
+                if "only supported by TEDotProductAttention" in str(error):
+                    raise ConfigurationError(
+                        f"`cp` ({state.layout.cp}) needs an attention that exchanges keys and"
+                        " values between ranks, and the layer spec names the engine's local"
+                        " DotProductAttention; use a TransformerEngine spec (its"
+                        " TEDotProductAttention needs GPUs and the extra lightning-mcore[te]), or"
+                        " cp=1."
+                    ) from error
                 raise (SequenceParallelRefused if refused else ConfigurationError)(
                     f"megatron-core {engine.ENGINE_VERSION} refuses stage {stage.index} of the"
                     f" model under {_sizes(state.layout)}: {error}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.userbuffers import TPCommOverlap
 
 __all__ = ["Auto", "Comm", "CpCommType", "Fsdp", "ModelDims", "ParallelSizes", "SwitchRequest"]
 
@@ -80,9 +81,10 @@ class SwitchRequest:
     sequence_parallel: Auto = "auto"
     """Shards activations outside the tensor-parallel regions along the sequence, ``tp`` ways.
     ``"auto"`` turns it on with ``tp > 1`` where the layers can do it."""
-    tp_comm_overlap: Auto = "auto"
+    tp_comm_overlap: Auto | TPCommOverlap = "auto"
     """Hides tensor-parallel transfers under matrix products (TransformerEngine's userbuffers).
-    ``"auto"`` leaves it off and says where it is worth measuring."""
+    ``True`` takes its default method for each; ``"auto"`` leaves it off and says where it is worth
+    measuring."""
     overlap_grad_reduce: Auto = "auto"
     """Reduces gradients bucket by bucket during the backward pass. Every parameter must then get a
     gradient in every step. ``"auto"`` turns it on for Megatron models with ``dp x cp > 1``."""
@@ -156,11 +158,19 @@ class SwitchRequest:
                         f"`{entry.name}` ({value!r}) must be a list of names of groups;"
                         f" use {entry.name}=['dp_cp']."
                     )
+            elif entry.name == "tp_comm_overlap" and isinstance(value, TPCommOverlap):
+                continue
             elif not (isinstance(value, bool) or value == "auto"):
                 raise ConfigurationError(
                     f"`{entry.name}` ({value!r}) must be True, False or 'auto';"
                     f" use {entry.name}='auto' to let the strategy choose."
                 )
+
+    @property
+    def userbuffers(self) -> TPCommOverlap:
+        """Settings of userbuffers, wherever they are on."""
+        asked = self.tp_comm_overlap
+        return asked if isinstance(asked, TPCommOverlap) else TPCommOverlap()
 
 
 _COUNTS = (
@@ -185,6 +195,8 @@ class ModelDims:
     """Transformer layers (or blocks) in the whole model."""
     num_attention_heads: int | None = None
     """Query heads in each attention layer."""
+    hidden_size: int | None = None
+    """Width of the activations between layers."""
     num_query_groups: int | None = None
     """Key/value heads in each attention layer (grouped-query attention)."""
     num_moe_experts: int | None = None

@@ -23,7 +23,7 @@ def check_same_batch(batch: Any, state: ParallelState) -> None:
         ConfigurationError: On every rank, naming ranks that should hold the same batch.
     """
     layout = state.layout
-    mine = torch.tensor([layout.dp_rank * layout.cp + layout.cp_rank, fingerprint(batch)])
+    mine = torch.tensor([layout.dp_rank, fingerprint(batch)])
     gathered = [torch.empty_like(mine) for _ in range(layout.world_size)]
     dist.all_gather(gathered, mine, group=state.groups.world_cpu)
     first: dict[int, tuple[int, int]] = {}
@@ -32,10 +32,11 @@ def check_same_batch(batch: Any, state: ParallelState) -> None:
         other, expected = first.setdefault(copy, (rank, print_))
         if print_ != expected:
             raise ConfigurationError(
-                f"Ranks {other} and {rank} are tensor- or pipeline-parallel peers and must draw the"
-                " same batch, but drew different ones; leave Trainer(use_distributed_sampler=True),"
-                " or build your own sampler with strategy.distributed_sampler_kwargs, and call"
-                " lightning.seed_everything(...) if the data are drawn at random."
+                f"Ranks {other} and {rank} are tensor-, context- or pipeline-parallel peers and"
+                " must draw the same batch, but drew different ones; leave"
+                " Trainer(use_distributed_sampler=True), or build your own sampler with"
+                " strategy.distributed_sampler_kwargs, and call lightning.seed_everything(...) if"
+                " the data are drawn at random."
             )
 
 

@@ -14,6 +14,8 @@ import torch
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Switches
+from lightning_mcore.userbuffers import TPCommOverlap
+from lightning_mcore.userbuffers_plan import userbuffers_fields
 
 _DDP_SWITCHES = (
     "overlap_grad_reduce",
@@ -46,7 +48,13 @@ _OPTIMIZER_FIELDS_OF_TORCH = (
 
 
 def model_fields(
-    layout: Layout, switches: Switches, dtypes: Mapping[str, Any], device: torch.device
+    layout: Layout,
+    switches: Switches,
+    dtypes: Mapping[str, Any],
+    device: torch.device,
+    *,
+    per_token_loss: bool = False,
+    userbuffers: TPCommOverlap | None = None,
 ) -> dict[str, Any]:
     """The fields of the engine's TransformerConfig that the strategy decides."""
     fields: dict[str, Any] = {
@@ -57,11 +65,12 @@ def model_fields(
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": switches.sequence_parallel.effective,
-        "tp_comm_overlap": switches.tp_comm_overlap.effective,
         "overlap_p2p_comm": switches.overlap_p2p.effective,
         "overlap_p2p_comm_warmup_flush": switches.overlap_p2p_warmup_flush.effective,
         "batch_p2p_comm": switches.batch_p2p.effective,
         "deallocate_pipeline_outputs": switches.deallocate_pipeline_outputs.effective,
+        "calculate_per_token_loss": per_token_loss,
+        **userbuffers_fields(userbuffers),
         **dtypes,
     }
     group_size = switches.microbatch_group_size_per_vp_stage.effective

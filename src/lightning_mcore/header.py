@@ -43,6 +43,8 @@ class Batch:
     """Samples in one Lightning batch on a data-parallel rank; ``None``: known at the first one."""
     accumulate_grad_batches: int = 1
     """Lightning batches per optimizer step."""
+    per_token_loss: bool = False
+    """Whether tokens, rather than microbatches and shards of sequences, count alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +92,8 @@ def format_header(
     if facts.topology is not None:
         lines += _topology_rows(layout, facts.topology)
     lines += _row("batch", _batch_text(batch, layout))
+    if batch.per_token_loss or layout.cp > 1:
+        lines += _row("loss", _loss_text(batch, layout))
     lines += _row("precision", _precision_text(facts, switches))
     if num_parameters is not None:
         per_rank = (
@@ -179,6 +183,15 @@ def _batch_text(batch: Batch, layout: Layout) -> str:
     return (
         f"micro_batch_size {size} x num_microbatches {count} x {factors} = {total} per optimizer"
         " step"
+    )
+
+
+def _loss_text(batch: Batch, layout: Layout) -> str:
+    if batch.per_token_loss:
+        return "mean over the tokens that steps count as `num_tokens`, in the whole batch"
+    return (
+        f"each of the {layout.cp} parts of a sequence counts alike; if a mask leaves them unequal"
+        " numbers of tokens, use per_token_loss=True"
     )
 
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
+from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
@@ -38,6 +39,7 @@ from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.prepare import Request, check_trainer, prepare_run, resolve_before_groups
 from lightning_mcore.run import ModelRun
 from lightning_mcore.switches import Switches
+from lightning_mcore.userbuffers_plan import UserbuffersPlan
 
 
 class LoopStrategy(CheckpointStrategy):
@@ -52,6 +54,7 @@ class LoopStrategy(CheckpointStrategy):
         self._switches: Switches | None = None
         self._state: ParallelState | None = None
         self._run: ModelRun | None = None
+        self._userbuffers: UserbuffersPlan | None = None
         self._exits = ExitStack()
         """Undoes, at teardown, what a run changed outside this object."""
         self._sync_gradients = True
@@ -82,7 +85,7 @@ class LoopStrategy(CheckpointStrategy):
         check_trainer(self.lightning_module.trainer, self.lightning_module)
         dims = ModelDims.from_object(getattr(self.lightning_module, "model_dims", None))
         self._request = dataclasses.replace(self._request, dims=dims)
-        self._layout, self._switches = resolve_before_groups(
+        self._layout, self._switches, self._userbuffers = resolve_before_groups(
             self._request,
             self._request.facts(self.precision_plugin, self.root_device),
             world_size=self.world_size,
@@ -98,6 +101,8 @@ class LoopStrategy(CheckpointStrategy):
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
         )
+        if self._userbuffers is not None:
+            start_userbuffers(self._userbuffers)
 
     @override
     def _engine_context(self) -> AbstractContextManager[Any]:
@@ -143,6 +148,7 @@ class LoopStrategy(CheckpointStrategy):
                 if trainer.state.fn == TrainerFn.FITTING
                 else None
             ),
+            userbuffers=self._userbuffers,
         )
         self._switches = self._run.switches
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
@@ -198,7 +204,9 @@ class LoopStrategy(CheckpointStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model_run.to_all_stages(self._evaluate("predict_step", *args, **kwargs))
+        run = self._model_run
+        output = run.whole_sequences(self._evaluate("predict_step", *args, **kwargs), args[0])
+        return run.to_all_stages(output)
 
     def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.lightning_module, name)
@@ -271,6 +279,7 @@ class LoopStrategy(CheckpointStrategy):
         try:
             if self._failed and self._state is not None:
                 self._run = None
+                stop_userbuffers()
                 destroy_parallel_state(self._state, graceful=False)
                 self._state = None
         finally:

@@ -34,7 +34,8 @@ def replicated_metrics(module: nn.Module, state: ParallelState) -> Iterator[None
 
 def _adapt(metric: Metric, state: ParallelState) -> Callable[[], None]:
     group, compute = metric.process_group, metric.compute
-    metric.process_group = state.groups.dp
+    # Context-parallel peers see different tokens of the same samples.
+    metric.process_group = state.groups.dp_cp
 
     def compute_everywhere(*args: Any, **kwargs: Any) -> Any:
         if not _is_synchronised(metric):

@@ -6,23 +6,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_mcore.schedule import MicrobatchOutput
+from lightning_mcore.parallel_state import ParallelState
+from lightning_mcore.schedule import NUM_TOKENS, MicrobatchOutput
 
 
-def merge_outputs(outputs: Sequence[MicrobatchOutput]) -> Any:
+def merge_outputs(outputs: Sequence[MicrobatchOutput], *, per_token_loss: bool = False) -> Any:
     """Joins outputs of the same structure, in microbatch order.
 
     Tensors with dimensions are concatenated along dim 0; scalars are averaged, each weighted with
     its samples; mappings, lists and tuples are joined entry by entry; anything else becomes a list.
-    A single output is returned as it is, and none at all gives ``None``.
+    A single output is returned as it is, and none at all gives ``None``. With ``per_token_loss``,
+    the numbers of tokens that steps return are added up.
     """
     if not outputs:
         return None
     if len(outputs) == 1:
         return outputs[0].value
-    return _merge([output.value for output in outputs], [output.samples for output in outputs])
+    merged = _merge([output.value for output in outputs], [output.samples for output in outputs])
+    if per_token_loss and isinstance(merged, Mapping) and NUM_TOKENS in merged:
+        return {**merged, NUM_TOKENS: sum(output.value[NUM_TOKENS] for output in outputs)}
+    return merged
+
+
+def from_last_stage(output: Any, state: ParallelState, device: torch.device) -> Any:
+    """Hands what the last stage has to the earlier ones; collective over the pipeline group."""
+    if state.layout.pp == 1:
+        return output
+    box = [output if state.layout.is_last_stage else None]
+    source = dist.get_process_group_ranks(state.groups.pp)[-1]
+    dist.broadcast_object_list(box, source, group=state.groups.pp, device=device)
+    return box[0]
 
 
 def _merge(values: list[Any], samples: list[int]) -> Any:

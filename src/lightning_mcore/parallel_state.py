@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_mcore._mcore import groups as engine_groups
 from lightning_mcore.layout import Layout
@@ -187,3 +188,27 @@ def _warm_up_pipeline(group: dist.ProcessGroup, device: torch.device) -> None:
                 dist.send(token, target, group=over)
             elif me == target:
                 dist.recv(token, source, group=over)
+
+
+def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple[int, int]:
+    """Parameters of the whole model, each counted once, and of the fullest rank.
+
+    Collective over the world, over gloo.
+    """
+    layout = state.layout
+    mine = total = 0
+    for chunk in chunks:
+        for param in chunk.parameters():
+            mine += param.numel()
+            expert = not getattr(param, "allreduce", True)
+            first_copy = layout.cp_rank == 0 and layout.dp_rank < (layout.ep if expert else 1)
+            split = bool(getattr(param, "tensor_model_parallel", False)) or layout.tp_rank == 0
+            # A tied output layer is a second copy of the first stage's embedding.
+            tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
+            if first_copy and split and not tied_copy:
+                total += param.numel()
+    summed = torch.tensor([total])
+    largest = torch.tensor([mine])
+    dist.all_reduce(summed, group=state.groups.world_cpu)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.groups.world_cpu)
+    return int(summed), int(largest)

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_mcore._mcore import engine
+from lightning_mcore._mcore.userbuffers import check_model
 from lightning_mcore.build import Factory, build_pipeline, find_model
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import (
@@ -46,10 +47,12 @@ from lightning_mcore.switches import (
     Switches,
     plan_switches,
     resolve_switches,
+    userbuffers_plan,
     validate,
     with_picked_vpp,
 )
 from lightning_mcore.topology import Topology
+from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import installed_version
 
 # WeightAveraging came with Lightning 2.6.
@@ -69,14 +72,16 @@ class Request:
 
     sizes: ParallelSizes
     switches: SwitchRequest
+    dims: ModelDims = field(default_factory=ModelDims)
+    """Dimensions that the LightningModule declares; known once there is one."""
     topology: Topology | None = None
     """The machines, where the user states them."""
     init_from: str | Path | None = None
     """Checkpoint to load weights from."""
     seq_length: int | None = None
     """Tokens per sample, where the model call does not show them."""
-    dims: ModelDims = field(default_factory=ModelDims)
-    """What the LightningModule of the run declares."""
+    per_token_loss: bool = False
+    """Whether steps return a mean loss together with the number of tokens behind it."""
     torch_norms_only: bool = False
     """Found while building: the model's norms refuse sequence parallelism."""
 
@@ -94,7 +99,6 @@ class Request:
         *,
         native: bool | None = None,
         optimizer: str | None = None,
-        per_token_loss: bool = False,
     ) -> Facts:
         """What is known about installation, hardware, model and optimizer; ``None`` if not yet."""
         return Facts(
@@ -109,8 +113,8 @@ class Request:
             has_fused_wgrad=find_spec("fused_weight_gradient_mlp_cuda") is not None,
             has_einops=find_spec("einops") is not None,
             torch_norms_only=self.torch_norms_only,
-            per_token_loss=per_token_loss,
-            dims=self.dims,
+            per_token_loss=self.per_token_loss,
+            dims=dataclasses.replace(self.dims, seq_length=self.seq_length or self.dims.seq_length),
             topology=self.topology,
             environment={k: v for k, v in os.environ.items() if k.startswith(_READ_BY_LIBRARIES)},
         )
@@ -185,8 +189,11 @@ def _check_callbacks(found: Sequence[object]) -> None:
 
 def resolve_before_groups(
     request: Request, facts: Facts, *, world_size: int, rank: int
-) -> tuple[Layout, Switches]:
+) -> tuple[Layout, Switches, UserbuffersPlan | None]:
     """Validates everything that is known before process groups exist.
+
+    Returns:
+        The layout, the switches as far as they are known, and the userbuffers to start.
 
     Raises:
         ConfigurationError: With all errors at once, on every rank alike.
@@ -194,7 +201,11 @@ def resolve_before_groups(
     sizes = with_picked_vpp(request.sizes, request.switches, facts.dims)
     layout = resolve_layout(sizes, world_size, rank)
     raise_errors(validate(request.switches, layout, facts))
-    return layout, resolve_switches(request.switches, layout, facts)
+    switches = resolve_switches(request.switches, layout, facts)
+    plan = None
+    if switches.tp_comm_overlap.effective:
+        plan = userbuffers_plan(request.switches, layout, facts, switches.sequence_parallel)
+    return layout, switches, plan
 
 
 def fields_for_model(
@@ -208,7 +219,15 @@ def fields_for_model(
     """Fields of the engine's model config for plain torch modules (``native``) or Megatron ones."""
     facts = request.facts(precision, device, native=native)
     switches = resolve_switches(request.switches, layout, facts)
-    return model_fields(layout, switches, precision.engine_fields(native=native), device)
+    dtypes = precision.engine_fields(native=native)
+    return model_fields(
+        layout,
+        switches,
+        dtypes,
+        device,
+        per_token_loss=request.per_token_loss,
+        userbuffers=request.switches.userbuffers if switches.tp_comm_overlap.effective else None,
+    )
 
 
 def build_model(
@@ -228,7 +247,7 @@ def build_model(
     try:
         return build_pipeline(model, state, fields), request
     except SequenceParallelRefused:
-        if request.switches.sequence_parallel != "auto":
+        if request.switches.sequence_parallel != "auto" or fields["tp_comm_overlap"]:
             raise
     request = dataclasses.replace(request, torch_norms_only=True)
     fields = fields_for_model(request, state.layout, precision, device, native=native)
@@ -243,6 +262,7 @@ def prepare_run(
     device: torch.device,
     *,
     make_optimizer: Callable[[], torch.optim.Optimizer] | None,
+    userbuffers: UserbuffersPlan | None = None,
 ) -> tuple[ModelRun, Facts]:
     """Wraps the built model for the engine. Collective over the world.
 
@@ -253,6 +273,7 @@ def prepare_run(
         precision: Dtypes.
         device: Of this rank.
         make_optimizer: Runs the user's ``configure_optimizers``; ``None`` when not fitting.
+        userbuffers: Those that were started.
 
     Returns:
         The run, and the facts that its switches were decided on.
@@ -264,6 +285,8 @@ def prepare_run(
         lambda native: fields_for_model(request, layout, precision, device, native=native),
     )
     native = pipeline is None or pipeline.native
+    if userbuffers is not None:
+        check_model(request.switches.userbuffers, inner)
     module.to(device)
     chunks, config = wrap_chunks(inner, pipeline, precision)
     if request.init_from is not None:
@@ -281,7 +304,6 @@ def prepare_run(
         device,
         native=native,
         optimizer=kind,
-        per_token_loss=bool(getattr(config, "calculate_per_token_loss", False)),
     )
     switches, findings = plan_switches(request.switches, layout, facts)
     raise_errors(findings)
@@ -310,6 +332,8 @@ def prepare_run(
         micro_batch_size=request.switches.micro_batch_size,
         seq_length=request.seq_length,
         findings=findings,
+        per_token_loss=request.per_token_loss,
+        userbuffers=userbuffers,
         optimizer=optimizer,
     )
     return run, facts

@@ -22,20 +22,22 @@ from torchmetrics import Metric
 from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
+from lightning_mcore.context import SequenceShard, gather_sequences, sequence_length
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
 from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
 from lightning_mcore.metrics import set_batch_value
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
-from lightning_mcore.outputs import merge_outputs
-from lightning_mcore.parallel_state import ParallelState
+from lightning_mcore.outputs import from_last_stage, merge_outputs
+from lightning_mcore.parallel_state import ParallelState, count_parameters
 from lightning_mcore.precision import Clipping, MCorePrecision
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.schedule import StepFunction, StepRunner
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.step_log import ALREADY_REDUCED, LOSS, LogExchange, StepLog
 from lightning_mcore.switches import Facts, Switches
+from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import package_versions
 
 _SEEDS_PER_RUN = 7919
@@ -61,6 +63,10 @@ class ModelRun:
     seq_length: int | None = None
     findings: Sequence[Finding] = ()
     """Warnings and hints about the settings."""
+    per_token_loss: bool = False
+    """Whether the step tells the tokens behind its loss."""
+    userbuffers: UserbuffersPlan | None = None
+    """Whose shape every microbatch must have."""
     optimizer: EngineOptimizer | None = None
     stats: StepStats | None = None
     randomness: StepRandomness | None = None
@@ -70,6 +76,7 @@ class ModelRun:
     epoch_start: RandomState | None = None
     """From a checkpoint, for the training loader that continues its epoch."""
     _train_loaders: list[ResumableLoader] = field(default_factory=list)
+    _shard: SequenceShard = field(init=False)
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
     _metric_paths: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
@@ -91,6 +98,12 @@ class ModelRun:
             )
         self._parameters = [param for chunk in self.inner for param in chunk.parameters()]
         self._num_trainable = sum(param.requires_grad for param in self._parameters)
+        self._shard = SequenceShard(
+            layout.cp,
+            layout.cp_rank,
+            self.seq_length,
+            getattr(self.module, "shard_batch", None),
+        )
         self._runner = StepRunner(
             self.pipeline,
             self.chunks,
@@ -98,6 +111,9 @@ class ModelRun:
             step_context=lambda: self.precision.step_context(self.device, native=native),
             seq_length=self.seq_length,
             randomness=self.randomness,
+            shard=self._shard,
+            per_token_loss=self.per_token_loss,
+            check_shape=self.userbuffers.check_microbatch if self.userbuffers else None,
         )
         self._exchange = LogExchange(
             self.state.groups.world_cpu,
@@ -157,7 +173,7 @@ class ModelRun:
         if loss is None:
             return None
         if outputs and isinstance(outputs[0].value, Mapping):
-            return {**merge_outputs(outputs), "loss": loss}
+            return {**merge_outputs(outputs, per_token_loss=self.per_token_loss), "loss": loss}
         return loss
 
     def evaluation_step(self, step: StepFunction, batch: Any) -> Any:
@@ -178,20 +194,31 @@ class ModelRun:
         with _lightning.capture_logs(self.module, log.log):
             outputs = self._runner.evaluate(step, runs, log)
         self._emit(log)
-        return merge_outputs(outputs)
+        return merge_outputs(outputs, per_token_loss=self.per_token_loss)
 
     def to_all_stages(self, output: Any) -> Any:
         """Hands what the last stage has to the earlier ones; collective over the pipeline group.
 
         Users collect predictions on the main process, which is a first stage.
         """
-        if self.state.layout.pp == 1:
+        return from_last_stage(output, self.state, self.device)
+
+    def whole_sequences(self, output: Any, batch: Any) -> Any:
+        """Joins the shards of sequences in predictions; collective over the context-parallel group.
+
+        Args:
+            output: What ``evaluation_step`` returned.
+            batch: What it was given.
+
+        Returns:
+            On the last stage, ``output`` with its tensors ``[b, s / cp, ...]`` joined to
+            ``[b, s, ...]``; with a ``shard_batch`` hook, whose cut is not known here, as it is.
+        """
+        layout = self.state.layout
+        if layout.cp == 1 or not layout.is_last_stage or self._shard.hook is not None:
             return output
-        box = [output if self.state.layout.is_last_stage else None]
-        group = self.state.groups.pp
-        source = dist.get_process_group_ranks(group)[-1]
-        dist.broadcast_object_list(box, source, group=group, device=self.device)
-        return box[0]
+        length = sequence_length(batch, self.seq_length) // layout.cp
+        return gather_sequences(output, length, self.state.groups.cp)
 
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""
@@ -287,6 +314,7 @@ class ModelRun:
             batch=Batch(
                 micro_batch_size=self.micro_batch_size,
                 accumulate_grad_batches=accumulate_grad_batches,
+                per_token_loss=self.per_token_loss,
             ),
             num_parameters=total,
             num_parameters_per_rank=per_rank,
@@ -364,27 +392,3 @@ def _position(trainer: pl.Trainer) -> int:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     at_end = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
     return 0 if at_end else int(progress.current.ready)
-
-
-def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple[int, int]:
-    """Parameters of the whole model, each counted once, and of the fullest rank.
-
-    Collective over the world, over gloo.
-    """
-    layout = state.layout
-    mine = total = 0
-    for chunk in chunks:
-        for param in chunk.parameters():
-            mine += param.numel()
-            expert = not getattr(param, "allreduce", True)
-            first_copy = layout.cp_rank == 0 and layout.dp_rank < (layout.ep if expert else 1)
-            split = bool(getattr(param, "tensor_model_parallel", False)) or layout.tp_rank == 0
-            # A tied output layer is a second copy of the first stage's embedding.
-            tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
-            if first_copy and split and not tied_copy:
-                total += param.numel()
-    summed = torch.tensor([total])
-    largest = torch.tensor([mine])
-    dist.all_reduce(summed, group=state.groups.world_cpu)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.groups.world_cpu)
-    return int(summed), int(largest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import Microbatch, Run
+from lightning_mcore.context import SequenceShard, check_model_call
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.stage import ModelCall, Pipeline, StageEnd, observe_call, run_chunk
@@ -25,6 +26,9 @@ from lightning_mcore.step_log import StepLog
 
 StepFunction = Callable[[Any], Any]
 """Runs the user's step on one microbatch."""
+
+NUM_TOKENS = "num_tokens"
+"""Key of the number of tokens in what a step returns with ``per_token_loss``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class StepRunner:
         step_context: Opens the context in which a step runs (autocast).
         seq_length: Tokens, where the model call does not show them.
         randomness: Random streams, where the model has several stages.
+        shard: Cuts each microbatch along the sequence, under context parallelism.
+        per_token_loss: Whether the step returns a mean loss with its number of tokens, by which
+            microbatches, shards and ranks are weighted.
+        check_shape: Called with the sequence length and size of each new shape of microbatch.
     """
 
     def __init__(
@@ -57,8 +65,16 @@ class StepRunner:
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seq_length: int | None = None,
         randomness: StepRandomness | None = None,
+        shard: SequenceShard | None = None,
+        per_token_loss: bool = False,
+        check_shape: Callable[[int, int], None] | None = None,
     ) -> None:
+        self._check_shape = check_shape
         self._randomness = randomness
+        self._shard = shard or SequenceShard(cp=1, cp_rank=0)
+        self._per_token_loss = per_token_loss
+        self._earlier_tokens: Tensor | None = None
+        """Tokens of the earlier batches of an accumulation; ``None`` before the first."""
         self._pipeline = pipeline
         self._chunks = list(chunks)
         self._device = device
@@ -92,38 +108,60 @@ class StepRunner:
                 batches of an accumulation.
             may_skip: Whether the step may return ``None`` for no loss: in one process only.
         """
+        cp = self._shard.cp
+        tokens_here = torch.zeros((), dtype=torch.int, device=self._device)
 
         def on_last(output: Any, microbatch: Microbatch) -> tuple[Tensor, Callable[..., Any]]:
             if output is None and may_skip:
                 nothing = torch.zeros((), device=self._device, requires_grad=True)
                 return nothing * 1.0, lambda scaled: (scaled, None)
             loss = loss_of(output)
-            log.add_loss(loss, microbatch.size)
+            tokens = tokens_of(output) if self._per_token_loss else None
+            check_tokens_wanted(output, self._per_token_loss)
+            log.add_loss(loss, microbatch.size if tokens is None else tokens)
             # Without its graph, which would otherwise live until the last microbatch is done.
             kept = apply_to_collection(output, Tensor, Tensor.detach)
             record = MicrobatchOutput(kept, microbatch.size)
-            # A new tensor: the schedule scales it in place.
-            return loss * 1.0, lambda scaled: (scaled, record)
+            if tokens is None:
+                # The schedule multiplies by the context-parallel size (schedules.py,
+                # forward_step_calc_loss), as if the loss were this shard's part of a sum over the
+                # sequence; it is a mean, of which the shard's part is 1 / cp. And a new tensor,
+                # because the schedule scales it in place.
+                return loss * (1.0 / cp), lambda scaled: (scaled, record)
+            tokens_here.add_(tokens)
+            return loss * tokens, lambda scaled: (scaled, tokens, record)
 
         changes: dict[str, Any] = {}
-        if loss_scale != 1.0:
+        config: Any = self._chunks[0].config
+        if loss_scale != 1.0 and not self._per_token_loss:
             # Through the engine's hook rather than on the loss, so that it reaches the auxiliary
             # losses of expert layers as well.
-            config: Any = self._chunks[0].config
             engine_scale = config.grad_scale_func
             changes["grad_scale_func"] = lambda value: engine_scale(value) * loss_scale
         if not first:
             changes["param_sync_func"] = None
+        earlier = self._earlier_tokens
         if not sync:
             changes |= dict.fromkeys(
                 ("finalize_model_grads_func", "grad_sync_func", "no_sync_func")
+            )
+        elif earlier is not None:
+            # The engine divides by the tokens of the schedule that it finalizes, which is only the
+            # last one of an accumulation.
+            finalize = config.finalize_model_grads_func
+            changes["finalize_model_grads_func"] = lambda model, num_tokens=None, **kw: finalize(
+                model, None if num_tokens is None else num_tokens + earlier, **kw
             )
         with ExitStack() as stack:
             if not sync:
                 for context in engine.without_sync(self._chunks):
                     stack.enter_context(context)
             stack.enter_context(self._config_changed(changes))
-            return self._run(step, run, log, on_last, forward_only=False)
+            outputs = self._run(step, run, log, on_last, forward_only=False)
+        if self._per_token_loss:
+            before = 0 if earlier is None else earlier
+            self._earlier_tokens = None if sync else tokens_here + before
+        return outputs
 
     def evaluate(
         self, step: StepFunction, runs: Sequence[Run], log: StepLog
@@ -154,6 +192,10 @@ class StepRunner:
         *,
         forward_only: bool,
     ) -> list[MicrobatchOutput]:
+        if self._shard.cp > 1:
+            cut = [replace(part, data=self._shard(part.data)) for part in run.microbatches]
+            run = Run(tuple(cut))
+
         def forward_step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
             index, microbatch = next(iterator)
             if self._randomness is not None:
@@ -166,7 +208,7 @@ class StepRunner:
             return output, None
 
         with self._randomness.schedule() if self._randomness is not None else nullcontext():
-            seq_length, micro_batch_size = self._activation_shape(step, run)
+            seq_length, micro_batch_size = self._activation_shape(step, run, forward_only)
             records = engine.run_schedule(
                 forward_step,
                 self._chunks,
@@ -184,7 +226,9 @@ class StepRunner:
         """Runs the step on one chunk; tells whether it ended at the model call."""
         if self._pipeline is None:
             with self._step_context(), log.microbatch(microbatch.size):
-                return step(microbatch.data), False
+                output = step(microbatch.data)
+                self._weigh(log, output)
+                return output, False
         is_last = self._is_last(chunk)
         counts = is_last and not microbatch.is_filler
         handler, was_called = run_chunk(
@@ -201,6 +245,7 @@ class StepRunner:
         ):
             try:
                 output = step(microbatch.data)
+                self._weigh(log, output)
             except StageEnd as end:
                 return end.output, True
         if not was_called():
@@ -214,23 +259,40 @@ class StepRunner:
         assert self._pipeline is not None
         return self._pipeline.stages[self._chunks.index(chunk)].is_last
 
-    def _activation_shape(self, step: StepFunction, run: Run) -> tuple[int, int]:
+    def _activation_shape(
+        self, step: StepFunction, run: Run, forward_only: bool
+    ) -> tuple[int, int]:
         """Sequence length and micro-batch size for the engine, seen in the model call.
 
         The step is run up to its model call once per new shape of the batch; every rank sees the
         same, since the code before the call runs on every stage.
         """
         size = run.micro_batch_size
-        if self._pipeline is None or self._pipeline.stages[0].count == 1:
+        if self._pipeline is None:
             return self._seq_length or 1, size
-        if self._seq_length is not None:
-            return self._seq_length, size
-        signature = _shape_signature(run.microbatches[0].data)
+        told = self._seq_length is not None or self._pipeline.stages[0].count == 1
+        if told and self._shard.cp == 1 and self._check_shape is None:
+            return self._seq_length or 1, size
+        data = run.microbatches[0].data
+        # Training and validation steps are two pieces of code to check, though of one shape.
+        signature = (_shape_signature(data), forward_only and self._shard.cp > 1)
         if signature not in self._shapes:
-            self._shapes[signature] = self._observe(step, run.microbatches[0].data)
+            call = self._observe(step, data)
+            if self._shard.cp > 1 and self._shard.hook is None:
+                check_model_call(call.args_of_call, call.kwargs_of_call, data)
+            shape = (self._seq_length or 1, size)
+            if not told or self._check_shape is not None:
+                shape = self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
+                # The engine takes the length of the whole sequence (schedules.py,
+                # get_tensor_shapes), and the call shows a shard.
+                shape = (shape[0] * self._shard.cp, shape[1])
+            if self._check_shape is not None:
+                self._check_shape(*shape)
+            self._shapes[signature] = shape
         return self._shapes[signature]
 
-    def _observe(self, step: StepFunction, data: Any) -> tuple[int, int]:
+    def _observe(self, step: StepFunction, data: Any) -> ModelCall:
+        """The model call that the step makes."""
         assert self._pipeline is not None
         with (
             torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]),
@@ -240,10 +302,15 @@ class StepRunner:
             try:
                 step(data)
             except ModelCall as call:
-                return self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
+                return call
         raise ConfigurationError(
             "The step returned without calling the model that strategy.build gave; call it once."
         )
+
+    def _weigh(self, log: StepLog, output: Any) -> None:
+        """Weights what the step logged by its tokens, if it tells them."""
+        if self._per_token_loss and isinstance(output, Mapping) and NUM_TOKENS in output:
+            log.weigh(tokens_of(output))
 
     @contextmanager
     def _config_changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
@@ -279,6 +346,35 @@ def loss_of(output: Any) -> Tensor:
             f"The loss must be a scalar, but has shape {tuple(loss.shape)}; return its mean."
         )
     return loss
+
+
+def tokens_of(output: Any) -> Tensor:
+    """The number of tokens, 0-dim int32, behind the loss that a step returned.
+
+    Raises:
+        ConfigurationError: If there is none, or it is not one number.
+    """
+    tokens = output.get(NUM_TOKENS) if isinstance(output, Mapping) else None
+    if isinstance(tokens, int):
+        tokens = torch.tensor(tokens)
+    if not isinstance(tokens, Tensor) or tokens.numel() != 1:
+        has = type(output).__name__ if tokens is None else repr(tokens)
+        raise ConfigurationError(
+            f"`per_token_loss` (True) needs steps that return {{'loss': mean loss of the tokens"
+            f" that count, 'num_tokens': their number}}, but got {has}; return both, or set"
+            " per_token_loss=False."
+        )
+    # int32, in which the engine sums them up (schedules.py, total_num_tokens).
+    return tokens.detach().reshape(()).to(torch.int)
+
+
+def check_tokens_wanted(output: Any, per_token_loss: bool) -> None:
+    """Refuses a step that tells its tokens where they would be ignored."""
+    if not per_token_loss and isinstance(output, Mapping) and NUM_TOKENS in output:
+        raise ConfigurationError(
+            "training_step returned 'num_tokens', but `per_token_loss` (False) weights every"
+            " microbatch alike; set MCoreStrategy(per_token_loss=True), or do not return it."
+        )
 
 
 def _shape_signature(value: Any) -> Any:

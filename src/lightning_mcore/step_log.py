@@ -68,14 +68,23 @@ class _Entry:
 
     values: dict[float, list[Tensor]] = field(default_factory=dict)
     """Values by their weight; most steps have one."""
+    by_tokens: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Values with weights that only the device knows."""
 
     @property
     def weight(self) -> float:
-        """Samples behind all values."""
+        """Samples behind all values whose weight the host knows."""
         return sum(weight * len(values) for weight, values in self.values.items())
 
-    def add(self, value: Tensor, weight: float) -> None:
-        self.values.setdefault(weight, []).append(value)
+    def tokens(self, device: torch.device) -> Tensor | None:
+        """Sum of the weights that only the device knows, as 0-dim fp64; ``None`` without any."""
+        return _stack([w for _, w in self.by_tokens], device).sum() if self.by_tokens else None
+
+    def add(self, value: Tensor, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            self.by_tokens.append((value, weight))
+        else:
+            self.values.setdefault(weight, []).append(value)
 
     def combined(self, reduction: str, device: torch.device) -> Tensor | None:
         """The weighted sum, or what ``reduction`` says, as 0-dim fp64 on ``device``."""
@@ -86,6 +95,14 @@ class _Entry:
                 terms.append(group.amin() if reduction == "min" else group.amax())
             else:
                 terms.append(group.sum() * (weight if reduction == "mean" else 1.0))
+        if self.by_tokens:
+            group = _stack([value for value, _ in self.by_tokens], device)
+            if reduction in ("min", "max"):
+                terms.append(group.amin() if reduction == "min" else group.amax())
+            elif reduction == "mean":
+                terms.append((group * _stack([w for _, w in self.by_tokens], device)).sum())
+            else:
+                terms.append(group.sum())
         if len(terms) < 2:
             return terms[0] if terms else None
         group = torch.stack(terms)
@@ -127,7 +144,9 @@ class StepLog:
 
     metric_path: Callable[[Metric], str]
     entries: dict[LogKey, _Entry] = field(default_factory=dict)
-    _weight: float | None = None
+    _weight: float | Tensor | None = None
+    _pending: list[tuple[LogKey, Tensor]] = field(default_factory=list)
+    """What the running microbatch logged, until its weight is known."""
 
     @contextmanager
     def microbatch(self, samples: int | None) -> Iterator[None]:
@@ -135,8 +154,17 @@ class StepLog:
         self._weight = samples
         try:
             yield
+            for key, value in self._pending:
+                assert self._weight is not None, "dropped calls are not pending"
+                self.entries[key].add(value, self._weight)
         finally:
             self._weight = None
+            self._pending.clear()
+
+    def weigh(self, tokens: Tensor) -> None:
+        """Gives this weight, 0-dim, to what the running microbatch logged without one."""
+        if self._weight is not None:
+            self._weight = tokens
 
     def log(self, name: str, value: Any, **settings_given: Any) -> None:
         """Stands in for ``LightningModule.log`` during a step; takes its arguments by keyword."""
@@ -150,22 +178,29 @@ class StepLog:
                 if k not in _NOT_FORWARDED and v is not None
             )
         )
-        weight = float(batch_size or self._weight)
         if isinstance(value, Metric):
             path = settings_given.get("metric_attribute") or self.metric_path(value)
             latest = batch_value(value)
             key = LogKey(name, "none" if latest is None else "mean", path, settings)
-            entry = self.entries.setdefault(key, _Entry())
-            if latest is not None:
-                entry.add(_as_scalar(name, latest), weight)
+            self._add(key, latest, batch_size)
             return
         key = LogKey(name, _reduction(settings_given.get("reduce_fx", "mean")), None, settings)
-        self.entries.setdefault(key, _Entry()).add(_as_scalar(name, value), weight)
+        self._add(key, value, batch_size)
 
-    def add_loss(self, loss: Tensor, samples: int) -> None:
-        """Adds one microbatch's loss."""
+    def _add(self, key: LogKey, value: Any, batch_size: int | None) -> None:
+        entry = self.entries.setdefault(key, _Entry())
+        if value is None:
+            return
+        if batch_size:
+            entry.add(_as_scalar(key.name, value), float(batch_size))
+        else:
+            self._pending.append((key, _as_scalar(key.name, value)))
+
+    def add_loss(self, loss: Tensor, weight: int | Tensor) -> None:
+        """Adds one microbatch's loss, weighted by its samples or (0-dim) its tokens."""
         key = LogKey(LOSS, "mean")
-        self.entries.setdefault(key, _Entry()).add(_as_scalar(LOSS, loss), float(samples))
+        known = weight if isinstance(weight, Tensor) else float(weight)
+        self.entries.setdefault(key, _Entry()).add(_as_scalar(LOSS, loss), known)
 
 
 class LogExchange:
@@ -257,7 +292,8 @@ class LogExchange:
             weight = entry.weight
             if weight not in filled:
                 filled[weight] = zero + weight
-            counted.append(filled[weight])
+            tokens = entry.tokens(self._device)
+            counted.append(filled[weight] if tokens is None else filled[weight] + tokens)
             if extreme:
                 sign = 1.0 if key.reduction == "max" else -1.0
                 largest.append(zero - float("inf") if value is None else sign * value)
@@ -269,7 +305,9 @@ class LogExchange:
             if extremes is not None:
                 dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         sums, weights = stacked.view(2, -1).unbind()
-        by_reduction = {"sum": sums.float().unbind(), "mean": (sums / weights).float().unbind()}
+        # Counts, so at least 1 where there is anything; a mean over no tokens at all is 0.
+        means = sums / weights.clamp(min=torch.finfo(torch.float64).tiny)
+        by_reduction = {"sum": sums.float().unbind(), "mean": means.float().unbind()}
         limits = iter(() if extremes is None else extremes.float().unbind())
         logged: list[Logged] = []
         for index, (key, samples) in enumerate(zip(keys, weights.float().unbind(), strict=True)):

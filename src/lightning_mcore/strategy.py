@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_mcore.build import Factory
 from lightning_mcore.config import Auto, Comm, CpCommType, Fsdp, ParallelSizes, SwitchRequest
+from lightning_mcore.context import position_ids
 from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.loop_hooks import LoopStrategy
 from lightning_mcore.optimizer import StepStats
@@ -17,6 +18,7 @@ from lightning_mcore.prepare import Request, build_model, communicator_settings
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.switches import Switches
 from lightning_mcore.topology import Topology
+from lightning_mcore.userbuffers import TPCommOverlap
 
 
 class MCoreStrategy(LoopStrategy):
@@ -41,8 +43,11 @@ class MCoreStrategy(LoopStrategy):
         sequence_parallel: Splits activations between tensor-parallel regions along the sequence.
             Needs ``tp >= 2`` and Megatron layers; must be on with ``ep > 1``. Saves memory; the
             header shows it.
-        tp_comm_overlap: Hides tensor-parallel transfers under matrix products (userbuffers). Needs
-            GPUs, TransformerEngine, ``sequence_parallel`` and one NVLink domain.
+        tp_comm_overlap: Hides tensor-parallel transfers under matrix products (userbuffers):
+            ``True`` for TransformerEngine's default methods, or a ``TPCommOverlap``. Needs GPUs,
+            layers of TransformerEngine, ``tp >= 2`` in one NVLink domain, ``sequence_parallel``,
+            ``micro_batch_size``, ``model_dims['hidden_size']`` and the sequence length (here or
+            there); every microbatch then has that shape.
         overlap_grad_reduce: Reduces gradients bucket by bucket during the backward pass. Needs a
             gradient for every parameter in every step. Helps with ``dp > 1``; in a profile,
             reduce-scatters run beside the backward pass, from the second step on.
@@ -57,8 +62,8 @@ class MCoreStrategy(LoopStrategy):
             Needs ``overlap_grad_reduce``; splits the first stage only.
         grad_reduce_in_fp32: Accumulates and reduces gradients in fp32. ``"auto"``: with the mixed
             precisions. Needs fp32 main parameters.
-        average_in_collective: Lets NCCL divide the sum of gradients. Needs GPUs; excludes the
-            engine's ``calculate_per_token_loss``.
+        average_in_collective: Lets NCCL divide the sum of gradients. Needs GPUs; excludes
+            ``per_token_loss``.
         nccl_ub: Registers gradient and parameter buffers with NCCL, which then takes fewer SMs.
             Switches NVLink multicast on, so it is refused with ``NCCL_NVLS_ENABLE=0``.
         fsdp: Megatron-FSDP. Refused, with the reason.
@@ -80,6 +85,10 @@ class MCoreStrategy(LoopStrategy):
         high_priority_streams: Process groups whose kernels go first, ``["tp", "dp_cp"]``.
         seq_length: Tokens per sample, only where the model call has no token ids of shape
             ``[b, s]`` to read it from.
+        per_token_loss: Weights the loss by tokens rather than by microbatches: steps return
+            ``{"loss": mean over the tokens that count, "num_tokens": their number}``, and loss,
+            gradients and logged means are those over all tokens of the global batch. Needed where
+            a loss mask is uneven and ``cp``, ``dp`` or microbatches must not change the result.
         ddp: Further fields of the engine's DistributedDataParallelConfig.
         optimizer: Further fields of the engine's OptimizerConfig.
         init_from: Checkpoint of ours or plain file to load weights (only) from, in any layout.
@@ -107,7 +116,7 @@ class MCoreStrategy(LoopStrategy):
         topology: Topology | None = None,
         micro_batch_size: int | None = None,
         sequence_parallel: Auto = "auto",
-        tp_comm_overlap: Auto = "auto",
+        tp_comm_overlap: Auto | TPCommOverlap = "auto",
         overlap_grad_reduce: Auto = "auto",
         overlap_param_gather: Auto = "auto",
         use_distributed_optimizer: Auto = "auto",
@@ -126,6 +135,7 @@ class MCoreStrategy(LoopStrategy):
         nccl_communicators: dict[str, dict[str, Any]] | str | Path | None = None,
         high_priority_streams: list[str] | None = None,
         seq_length: int | None = None,
+        per_token_loss: bool = False,
         ddp: dict[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
         init_from: str | Path | None = None,
@@ -162,6 +172,7 @@ class MCoreStrategy(LoopStrategy):
             topology=topology,
             init_from=init_from,
             seq_length=seq_length,
+            per_token_loss=per_token_loss,
         )
         super().__init__(request, process_group_backend, timeout_s)
 
@@ -195,6 +206,14 @@ class MCoreStrategy(LoopStrategy):
             model, self._request, self._parallel_state, self.precision_plugin, self.root_device
         )
         return pipeline
+
+    def position_ids(self, tokens: Tensor) -> Tensor:
+        """Positions ``[b, s / cp]`` in their whole sequences of ``tokens`` ``[b, s / cp]``.
+
+        With ``cp > 1`` a step gets a part of each sequence from its beginning and one from its end;
+        with ``cp=1`` positions are 0 to ``s - 1``. To be called in a step, on every rank.
+        """
+        return position_ids(tokens, self.layout.cp, self.layout.cp_rank)
 
     def sync_parameters(self) -> None:
         """Makes parameters whole between steps; collective over the data-parallel groups.

@@ -127,8 +127,14 @@ EARLY = {
         Blocks,
         r"`overlap_p2p` \(True\) needs `vpp`.*set vpp, or give.*model_dims",
     ),
+    "userbuffers": (
+        2,
+        {"tp": 2, "tp_comm_overlap": True},
+        {},
+        NumberedGPT,
+        r"`tp_comm_overlap` needs GPUs and TransformerEngine.*use tp_comm_overlap=False",
+    ),
     "vpp without pp": (2, {"vpp": 2}, {}, Blocks, r"`vpp` \(2\).*`pp` \(1\)"),
-    "context parallel": (2, {"cp": 2}, {}, Blocks, r"`cp` \(2\) must be 1.*use cp=1"),
     "ddp field": (2, {"ddp": {"no_such_field": 1}}, {}, Blocks, r"`ddp`.*no_such_field"),
     "ddp argument": (
         2,
@@ -158,6 +164,20 @@ EARLY = {
 """Ranks, arguments of the strategy and the Trainer, module and message of what is known early."""
 
 LATE = {
+    "context-parallel blocks": (
+        2,
+        {"cp": 2},
+        {},
+        Blocks,
+        r"`cp` \(2\) needs Megatron layers.*cp=1",
+    ),
+    "context-parallel local attention": (
+        2,
+        {"cp": 2},
+        {},
+        NumberedGPT,
+        r"`cp` \(2\) needs an attention.*TransformerEngine spec.*or cp=1",
+    ),
     "plain module": (2, {"tp": 2}, {}, Plain, r"tp 2.*strategy\.build"),
     "split blocks": (2, {"tp": 2}, {}, Blocks, r"`tp` \(2\) cannot split plain torch blocks"),
     "more stages than blocks": (

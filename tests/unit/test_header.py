@@ -184,6 +184,21 @@ def test_batch_row(world: int, sizes: dict[str, Any], batch: Batch, text: str) -
 
 
 @pytest.mark.parametrize(
+    ("cp", "per_token_loss", "text"),
+    [
+        (1, False, None),
+        (1, True, "mean over the tokens that steps count as `num_tokens`, in the whole batch"),
+        (2, True, "mean over the tokens that steps count as `num_tokens`, in the whole batch"),
+        (2, False, "each of the 2 parts of a sequence counts alike; if a mask leaves them unequal"
+         " numbers of tokens, use per_token_loss=True"),
+    ],
+)  # fmt: skip
+def test_loss_row(cp: int, per_token_loss: bool, text: str | None) -> None:
+    batch = Batch(micro_batch_size=1, per_token_loss=per_token_loss)
+    assert _rows(_header(cp, {"cp": cp}, CPU, batch=batch)).get("loss") == text
+
+
+@pytest.mark.parametrize(
     ("precision", "native", "text"),
     [
         ("32-true", True, "fp32 parameters, gradients reduced in fp32, optimizer updates fp32"),

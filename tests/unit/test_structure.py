@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # long as those do not import it back (Python would refuse a cycle at import anyway).
 LAYERS = [
     {"errors", "version"},
-    {"names", "safetensors_file", "findings"},
-    {"config"},
+    {"names", "safetensors_file", "findings", "userbuffers"},
+    {"config", "userbuffers_plan"},
     {"layout"},
     {"topology"},
     {"switches"},
@@ -29,6 +29,7 @@ LAYERS = [
     {"stage", "sequential", "randomness"},
     {"build"},
     {"batch"},
+    {"context"},
     {"step_log", "schedule", "outputs", "data_check", "metrics", "loaders"},
     {"optimizer", "precision"},
     {"_lightning"},

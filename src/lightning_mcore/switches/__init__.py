@@ -18,6 +18,7 @@ from lightning_mcore.switches.plan import (
     validate,
     with_picked_vpp,
 )
+from lightning_mcore.switches.tensor import userbuffers_plan
 from lightning_mcore.switches.values import PRECISIONS, Evidence, Facts, Switch, Switches
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_settings",
     "plan_switches",
     "resolve_switches",
+    "userbuffers_plan",
     "validate",
     "with_picked_vpp",
 ]

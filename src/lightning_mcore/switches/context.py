@@ -13,15 +13,14 @@ __all__ = ["check_context_parallel", "cp_comm_type", "hierarchical_sizes"]
 _TYPE = "cp_comm_type"
 
 
-def check_context_parallel(layout: Layout, findings: Findings) -> None:
-    """The one place that keeps context parallelism closed; delete it to open it."""
-    if layout.cp > 1:
+def check_context_parallel(layout: Layout, facts: Facts, findings: Findings) -> None:
+    """Attention must exchange keys and values; the engine's own refuses when it is built."""
+    if layout.cp > 1 and facts.native_model:
         findings.error(
-            "context-parallel-not-open",
-            f"`cp` ({layout.cp}) must be 1 in this release: training with context parallelism needs"
-            " TransformerEngine's attention and a loss weighted by tokens, and with a plain mean"
-            f" gradients would come out {layout.cp} times too large",
-            "use cp=1 and cut memory with `tp` and sequence_parallel",
+            "context-parallel-needs-megatron-layers",
+            f"`cp` ({layout.cp}) needs Megatron layers, and the model has only plain torch modules,"
+            " whose attention would see one rank's part of each sequence",
+            "use cp=1, or build the stages from Megatron layers with TransformerEngine's attention",
             cp=layout.cp,
         )
 

@@ -258,11 +258,11 @@ def average_in_collective(
             # distributed_data_parallel.py asserts it.
             findings.error(
                 "average-in-collective-excludes-per-token-loss",
-                "`average_in_collective` (True) excludes `calculate_per_token_loss` (True) of the"
-                " model's config: the number of tokens, not of ranks, divides the sum",
+                "`average_in_collective` (True) excludes `per_token_loss` (True): the number of"
+                " tokens, not of ranks, divides the sum",
                 "use average_in_collective=False",
                 average_in_collective=asked,
-                calculate_per_token_loss=True,
+                per_token_loss=True,
             )
         idle = f"; {copies_text(layout, 'average')}" if copies(layout) == 1 else ""
         return Switch(name, asked, True, f"requested{idle}")

@@ -43,7 +43,7 @@ def plan_switches(
     """
     found = Findings()
     passed_on.check_precision(facts, found)
-    context.check_context_parallel(layout, found)
+    context.check_context_parallel(layout, facts, found)
     passed_on.check_expert_tensor_parallel(layout, facts, found)
     passed_on.check_topology(layout, facts, found)
     passed_on.check_fsdp(request, found)

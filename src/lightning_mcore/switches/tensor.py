@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from lightning_mcore.config import SwitchRequest
+from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Findings
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches.values import Facts, Switch
 from lightning_mcore.topology import place_groups
+from lightning_mcore.userbuffers import TPCommOverlap
+from lightning_mcore.userbuffers_plan import UserbuffersPlan, plan_userbuffers
 
-__all__ = ["sequence_parallel", "tp_comm_overlap"]
-
-_USERBUFFERS_OPEN = False
-"""Whether the strategy sets userbuffers up; TransformerEngine asserts in its layers otherwise
-(transformer_engine/pytorch/module/base.py, get_ub)."""
+__all__ = ["sequence_parallel", "tp_comm_overlap", "userbuffers_plan"]
 
 
 def sequence_parallel(
@@ -85,9 +84,11 @@ def tp_comm_overlap(
     that without it, or at tp = 1, the engine would accept the switch and do nothing.
     """
     name, asked = "tp_comm_overlap", request.tp_comm_overlap
+    if isinstance(asked, TPCommOverlap):
+        asked = True  # its settings are long, and nothing but on or off is decided here
     if asked is False:
         return Switch(name, asked, False, "requested")
-    obstacles = list(_userbuffers_obstacles(layout, facts, sequence))
+    obstacles = _userbuffers_obstacles(request, layout, facts, sequence)
     if asked == "auto":
         if layout.tp == 1:
             return Switch(name, asked, False, "tp = 1")
@@ -112,7 +113,7 @@ def tp_comm_overlap(
 
 
 def _userbuffers_obstacles(
-    layout: Layout, facts: Facts, sequence: Switch[bool]
+    request: SwitchRequest, layout: Layout, facts: Facts, sequence: Switch[bool]
 ) -> list[tuple[str, str, str]]:
     """Code, what is needed, and how to get it, of each precondition that does not hold."""
     found = []
@@ -171,15 +172,46 @@ def _userbuffers_obstacles(
                     f"tp={facts.topology.gpus_per_nvlink_domain} or less",
                 )
             )
-    if not _USERBUFFERS_OPEN and not found:
-        found.append(
-            (
-                "tp-overlap-not-open",
-                "a set-up of userbuffers, which this release does not make yet",
-                "the overlap of gradients, parameters and transfers between stages",
-            )
-        )
+    if not found and not facts.native_model:
+        found += _plan_obstacle(request, layout, facts, sequence)
     return found
+
+
+def _plan_obstacle(
+    request: SwitchRequest, layout: Layout, facts: Facts, sequence: Switch[bool]
+) -> list[tuple[str, str, str]]:
+    """What keeps buffers from being made, though the machine and the layout allow them."""
+    try:
+        userbuffers_plan(request, layout, facts, sequence)
+    except ConfigurationError as error:
+        relation, _, fix = str(error).rstrip(".").rpartition("; use ")
+        needed = relation.removeprefix("`tp_comm_overlap` needs ")
+        return [("tp-overlap-plan", needed, fix.removesuffix(", or tp_comm_overlap=False"))]
+    return []
+
+
+def userbuffers_plan(
+    request: SwitchRequest, layout: Layout, facts: Facts, sequence: Switch[bool]
+) -> UserbuffersPlan:
+    """The buffers to make, from all that is known before process groups exist.
+
+    Raises:
+        ConfigurationError: If they cannot be made; on every rank alike.
+    """
+    size = request.micro_batch_size
+    return plan_userbuffers(
+        request.userbuffers,
+        tp=layout.tp,
+        cp=layout.cp,
+        sequence_parallel=sequence.effective,
+        precision=facts.precision,
+        on_gpu=facts.on_gpu,
+        te_version=facts.te_version,
+        gpus_per_nvlink_domain=facts.topology.gpus_per_nvlink_domain if facts.topology else None,
+        seq_length=facts.dims.seq_length,
+        hidden_size=facts.dims.hidden_size,
+        micro_batch_size=1 if size is None and layout.pp > 1 else size,
+    )
 
 
 def _lies(text: str) -> str:

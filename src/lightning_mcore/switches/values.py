@@ -53,7 +53,7 @@ class Facts:
     """Whether the model turned out to use the engine's torch norms, which refuse sequence
     parallelism on GPUs whatever is installed."""
     per_token_loss: bool = False
-    """Whether the model's config sets the engine's ``calculate_per_token_loss``."""
+    """Whether steps tell the tokens behind their loss, by which gradients are then divided."""
     dims: ModelDims = field(default_factory=ModelDims)
     """Dimensions that the LightningModule declares."""
     topology: Topology | None = None

@@ -1,0 +1,167 @@
+"""A GPT of TransformerEngine's layers, with weights that do not depend on the layout."""
+
+from __future__ import annotations
+
+import zlib
+from importlib.util import find_spec
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreStrategy
+from tests.context_gpt import token_mean
+
+VOCAB, HIDDEN, LAYERS, HEADS, SEQ, BATCH, STEPS = 128, 256, 2, 4, 256, 4, 6
+
+GPUS = torch.cuda.device_count()
+HAS_TE = find_spec("transformer_engine") is not None
+
+
+def needs_gpus(count: int) -> Any:
+    """A mark that skips without so many GPUs and TransformerEngine."""
+    reason = f"needs {count} GPUs (here: {GPUS}) and TransformerEngine (here: {HAS_TE})"
+    return pytest.mark.skipif(count > GPUS or not HAS_TE, reason=reason)
+
+
+def te_chunk(*, is_first: bool, is_last: bool, vp_stage: int | None, **fields: Any) -> nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        **fields,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_with_transformer_engine_spec(),
+        VOCAB,
+        SEQ,
+        pre_process=is_first,
+        post_process=is_last,
+        vp_stage=vp_stage,
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def fill_by_name(chunk: Any, layout: Any) -> None:
+    """Gives every parameter its part of a full tensor drawn from its name."""
+    with torch.no_grad():
+        for name, param in chunk.named_parameters():
+            shape, dim = list(param.shape), None
+            if getattr(param, "tensor_model_parallel", False):
+                dim = param.partition_dim
+                shape[dim] *= layout.tp
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            full = (
+                torch.randn(shape, generator=generator, device="cpu") * 0.05
+                if param.dim() > 1
+                else torch.full(shape, float("norm" in name and name.endswith("weight")))
+            )
+            param.copy_(full if dim is None else full.chunk(layout.tp, dim)[layout.tp_rank])
+
+
+class TEGPT(L.LightningModule):
+    """Counts the tokens of a mask; its step is the same for any ``cp`` and ``tp``."""
+
+    model_dims = {"seq_length": SEQ, "hidden_size": HIDDEN, "num_attention_heads": HEADS}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self.trainer.strategy.build(self.make_chunk)
+
+    def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
+        where = {"is_first": stage.is_first, "is_last": stage.is_last, "vp_stage": stage.vp_stage}
+        chunk = te_chunk(**where, **fields)
+        fill_by_name(chunk, self.trainer.strategy.layout)
+        return chunk
+
+    def losses(self, batch: Any) -> Tensor:
+        tokens, labels, _ = batch
+        positions = self.trainer.strategy.position_ids(tokens)
+        return self.model(tokens, positions, None, labels=labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, count = token_mean(self.losses(batch), batch[2])
+        self.log("train_loss", loss)
+        return {"loss": loss, "num_tokens": count}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, count = token_mean(self.losses(batch), batch[2])
+        self.log("val_loss", loss)
+        return {"num_tokens": count}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3)
+
+
+def te_dataset(samples: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens, labels and an uneven mask."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(samples):
+        start, step = torch.randint(0, VOCAB, (2,), generator=generator).tolist()
+        row = (start + (2 * (step % 3) + 1) * torch.arange(SEQ + 1)) % VOCAB
+        kept = torch.rand(SEQ, generator=generator) < torch.rand(1, generator=generator)
+        kept[: SEQ // 4] = False
+        rows.append((row[:-1].clone(), row[1:].clone(), kept.float()))
+    return rows
+
+
+class Seen(L.Callback):
+    """Loss and gradient norm of each step, and the losses of validation."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.validation: list[float] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.steps.append((float(outputs["loss"]), trainer.strategy.step_stats.grad_norm))
+
+    def on_validation_end(self, trainer, module) -> None:
+        self.validation.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def te_train(
+    devices: int, strategy: dict[str, Any], *, module: Any = None, validation: int = BATCH
+) -> Seen:
+    """Trains on this rank and validates once, on ``validation`` samples."""
+    seen = Seen()
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=devices,
+        strategy=MCoreStrategy(per_token_loss=True, micro_batch_size=2, **strategy),
+        precision="bf16-mixed",
+        max_epochs=1,
+        limit_train_batches=STEPS,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[seen],
+        # Named, since looking for others starts MPI where mpi4py is installed.
+        plugins=[LightningEnvironment()],
+    )
+    data = te_dataset(STEPS * BATCH)
+    trainer.fit(
+        module or TEGPT(),
+        DataLoader(data, batch_size=BATCH),
+        DataLoader(data[:validation], batch_size=BATCH),
+    )
+    return seen
