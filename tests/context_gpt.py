@@ -60,16 +60,16 @@ class GatheringAttention(DotProductAttention):
         return super().forward(query, key, value, hidden[None, None], *args, **kwargs)
 
 
-def context_spec() -> Any:
+def context_spec(experts: int | None = None) -> Any:
     """The engine's local layers around ``GatheringAttention``."""
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=experts)
     spec.submodules.self_attention.submodules.core_attention = GatheringAttention
     return spec
 
 
 def context_chunk(**fields: Any) -> nn.Module:
     """As ``gpt_chunk``."""
-    return gpt_chunk(layer_spec=context_spec(), **fields)
+    return gpt_chunk(layer_spec=context_spec(fields.get("experts")), **fields)
 
 
 def masked_dataset(samples: int) -> list[tuple[Tensor, Tensor, Tensor]]:

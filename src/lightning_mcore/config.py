@@ -195,8 +195,6 @@ class ModelDims:
     """Transformer layers (or blocks) in the whole model."""
     num_attention_heads: int | None = None
     """Query heads in each attention layer."""
-    hidden_size: int | None = None
-    """Width of the activations between layers."""
     num_query_groups: int | None = None
     """Key/value heads in each attention layer (grouped-query attention)."""
     num_moe_experts: int | None = None

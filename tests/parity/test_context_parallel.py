@@ -66,6 +66,10 @@ CASES = {
     "cp2-masked-accumulate": Case(
         2, {"cp": 2, "micro_batch_size": 4}, True, Training(True, accumulate=2)
     ),
+    "cp2ep2": Case(2, {"cp": 2, "ep": 2, **DISTOPT}, training=Training(experts=4)),
+    "cp2ep2-masked-2mb": Case(
+        2, {"cp": 2, "ep": 2, "micro_batch_size": 4}, True, Training(experts=4)
+    ),
     "dp2-masked-2mb": Case(2, {**DISTOPT, "micro_batch_size": 2}, True),
     "pp2-masked-4mb-accumulate": Case(
         2, {"pp": 2, "micro_batch_size": 2}, True, Training(accumulate=2)
@@ -95,6 +99,7 @@ class ContextGPT(ParityGPT):
             is_last=stage.is_last,
             vp_stage=stage.vp_stage,
             tied=self.hparams.tied,
+            experts=self.hparams.experts,
             **fields,
         )
         self.shards += fill(chunk)
@@ -146,7 +151,9 @@ def _train_masked(trainings: list[Training]) -> list[Reference]:
 
 def _masked_loop(training: Training) -> Reference:
     """Plain torch: the mean over all tokens that count in the batches of a step."""
-    model = context_chunk(tied=training.tied, params_dtype=torch.float32, **CPU_FIELDS)
+    model = context_chunk(
+        tied=training.tied, experts=training.experts, params_dtype=torch.float32, **CPU_FIELDS
+    )
     shards = fill(model)
     data = masked_dataset(training.samples)
     optimizer = OPTIMIZERS[training.optimizer](model.named_parameters())

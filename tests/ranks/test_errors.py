@@ -132,7 +132,7 @@ EARLY = {
         {"tp": 2, "tp_comm_overlap": True},
         {},
         NumberedGPT,
-        r"`tp_comm_overlap` needs GPUs and TransformerEngine.*use tp_comm_overlap=False",
+        r"`tp_comm_overlap` \(True\) needs GPUs.*TransformerEngine, which is not installed.*=False",
     ),
     "vpp without pp": (2, {"vpp": 2}, {}, Blocks, r"`vpp` \(2\).*`pp` \(1\)"),
     "ddp field": (2, {"ddp": {"no_such_field": 1}}, {}, Blocks, r"`ddp`.*no_such_field"),
