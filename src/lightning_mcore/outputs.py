@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mcore.parallel_state import ParallelState
-from lightning_mcore.schedule import NUM_TOKENS, MicrobatchOutput
+from lightning_mcore.schedule import MicrobatchOutput
+from lightning_mcore.step_output import NUM_TOKENS
 
 
 def merge_outputs(outputs: Sequence[MicrobatchOutput], *, per_token_loss: bool = False) -> Any:

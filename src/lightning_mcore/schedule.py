@@ -23,12 +23,10 @@ from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.stage import ModelCall, Pipeline, StageEnd, observe_call, run_chunk
 from lightning_mcore.step_log import StepLog
+from lightning_mcore.step_output import NUM_TOKENS, check_tokens_wanted, loss_of, tokens_of
 
 StepFunction = Callable[[Any], Any]
 """Runs the user's step on one microbatch."""
-
-NUM_TOKENS = "num_tokens"
-"""Key of the number of tokens in what a step returns with ``per_token_loss``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,14 +280,24 @@ class StepRunner:
                 check_model_call(call.args_of_call, call.kwargs_of_call, data)
             shape = (self._seq_length or 1, size)
             if not told or self._check_shape is not None:
-                shape = self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
-                # The engine takes the length of the whole sequence (schedules.py,
-                # get_tensor_shapes), and the call shows a shard.
-                shape = (shape[0] * self._shard.cp, shape[1])
+                shape = self._seen_shape(call, shape)
             if self._check_shape is not None:
                 self._check_shape(*shape)
             self._shapes[signature] = shape
         return self._shapes[signature]
+
+    def _seen_shape(self, call: ModelCall, told: tuple[int, int]) -> tuple[int, int]:
+        """Sequence length and size of the microbatch behind a model call, else what was told."""
+        assert self._pipeline is not None
+        try:
+            seen = self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
+        except ConfigurationError:
+            if self._seq_length is None:
+                raise
+            return told
+        # The engine takes the length of the whole sequence (schedules.py, get_tensor_shapes), and
+        # the call shows a shard.
+        return seen[0] * self._shard.cp, seen[1]
 
     def _observe(self, step: StepFunction, data: Any) -> ModelCall:
         """The model call that the step makes."""
@@ -326,55 +334,6 @@ class StepRunner:
             for config, values in zip(configs, saved, strict=True):
                 for name, value in values.items():
                     setattr(config, name, value)
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned.
-
-    Raises:
-        ConfigurationError: If there is none, or it is not a scalar.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError(
-            "training_step must return the loss as a tensor, or a dict with key 'loss', for every"
-            f" microbatch, but returned {type(output).__name__}; a step cannot be skipped under"
-            " this strategy, since other ranks wait for its gradients."
-        )
-    if loss.numel() != 1:
-        raise ConfigurationError(
-            f"The loss must be a scalar, but has shape {tuple(loss.shape)}; return its mean."
-        )
-    return loss
-
-
-def tokens_of(output: Any) -> Tensor:
-    """The number of tokens, 0-dim int32, behind the loss that a step returned.
-
-    Raises:
-        ConfigurationError: If there is none, or it is not one number.
-    """
-    tokens = output.get(NUM_TOKENS) if isinstance(output, Mapping) else None
-    if isinstance(tokens, int):
-        tokens = torch.tensor(tokens)
-    if not isinstance(tokens, Tensor) or tokens.numel() != 1:
-        has = type(output).__name__ if tokens is None else repr(tokens)
-        raise ConfigurationError(
-            f"`per_token_loss` (True) needs steps that return {{'loss': mean loss of the tokens"
-            f" that count, 'num_tokens': their number}}, but got {has}; return both, or set"
-            " per_token_loss=False."
-        )
-    # int32, in which the engine sums them up (schedules.py, total_num_tokens).
-    return tokens.detach().reshape(()).to(torch.int)
-
-
-def check_tokens_wanted(output: Any, per_token_loss: bool) -> None:
-    """Refuses a step that tells its tokens where they would be ignored."""
-    if not per_token_loss and isinstance(output, Mapping) and NUM_TOKENS in output:
-        raise ConfigurationError(
-            "training_step returned 'num_tokens', but `per_token_loss` (False) weights every"
-            " microbatch alike; set MCoreStrategy(per_token_loss=True), or do not return it."
-        )
 
 
 def _shape_signature(value: Any) -> Any:

@@ -30,7 +30,7 @@ LAYERS = [
     {"build"},
     {"batch"},
     {"context"},
-    {"step_log", "schedule", "outputs", "data_check", "metrics", "loaders"},
+    {"step_log", "step_output", "schedule", "outputs", "data_check", "metrics", "loaders"},
     {"optimizer", "precision"},
     {"_lightning"},
     {"state_dict", "optimizer_state", "checkpoint_files"},
