@@ -233,6 +233,9 @@ def resolve_before_groups(
 ) -> Resolved:
     """Validates everything that is known before process groups exist.
 
+    Returns:
+        The layout, the switches as far as they are known, and the userbuffers to start.
+
     Raises:
         ConfigurationError: With all errors at once, on every rank alike.
     """
