@@ -7,7 +7,7 @@ another copy of the model. Every rank calls it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from lightning_mcore.layout import Layout
 
-__all__ = ["ReplicaCheck", "ReplicasDiffer"]
+__all__ = ["ReplicaCheck", "ReplicasDiffer", "digest", "first_difference"]
 
 
 class ReplicasDiffer(MCoreError, RuntimeError):
@@ -83,7 +83,7 @@ class ReplicaCheck(Callback):
             trainer.strategy.sync_parameters()
         mine = {
             name: (digest(param), not getattr(param, "allreduce", True))
-            for name, param in _parameters(pl_module)
+            for name, param in pl_module.named_parameters()
         }
         found = first_difference(gather_objects(trainer, mine), layout_of(trainer))
         if found is not None:
@@ -94,10 +94,6 @@ class ReplicaCheck(Callback):
                 f" {step} it differs on {places} from the first of them; resume from an earlier"
                 " checkpoint, and check those ranks' devices and any collectives of your own."
             )
-
-
-def _parameters(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
 
 
 def digest(tensor: Tensor) -> bytes:

@@ -12,7 +12,7 @@ from lightning_mcore.timeline.events import MARK, Interval, Mark, Timeline
 from lightning_mcore.timeline.names import GroupNames
 from lightning_mcore.timeline.reading import read_trace, timeline_of
 
-__all__ = ["load_timelines", "merged_trace"]
+__all__ = ["aligned", "load_timelines", "merged_trace"]
 
 _KEY = "lightningMcore"
 _ORDER = ("schedule", "compute", "copy", "tp", "cp", "ep", "pp", "dp", "embedding", "mp", "world")

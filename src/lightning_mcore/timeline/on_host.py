@@ -32,7 +32,8 @@ _ALSO = {"reduce_scatter": "all_reduce"}
 def host_intervals(events: Sequence[Mapping[str, Any]], names: GroupNames) -> list[Interval]:
     """Compute and communication of a rank without a device.
 
-    With ranges around waits, the rank's thread computes whenever it does not wait, Python included.
+    With ranges around calls and waits, the rank's thread computes whenever it is in neither, Python
+    included.
     In traces without them it computes while it runs operators.
     """
     return [*_compute(events), *_communication(events, names)]
@@ -45,7 +46,12 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 def _compute(events: Sequence[Mapping[str, Any]]) -> list[Interval]:
     steps = [event for event in events if event["name"] == f"{MARK}step"]
-    waits = arithmetic.union(_span(e) for e in events if e["name"] == f"{MARK}wait")
+    # Some of gloo's calls return only when they are done, so a call is no compute either.
+    waits = arithmetic.union(
+        _span(e)
+        for e in events
+        if e["name"] == f"{MARK}wait" or e["name"].startswith(f"{MARK}comm ")
+    )
     if steps and waits:
         thread = steps[0]["tid"]
         return [
