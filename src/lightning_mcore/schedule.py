@@ -17,12 +17,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
+from lightning_mcore.activation_shape import ActivationShapes, model_call_of
 from lightning_mcore.batch import Microbatch, Run
-from lightning_mcore.context import SequenceShard, check_model_call
+from lightning_mcore.context import SequenceShard
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.ranges import ScheduleRanges, profiling
-from lightning_mcore.stage import ModelCall, Pipeline, StageEnd, observe_call, run_chunk
+from lightning_mcore.stage import Pipeline, StageEnd, run_chunk
 from lightning_mcore.step_log import StepLog
 from lightning_mcore.step_output import NUM_TOKENS, check_tokens_wanted, loss_of, tokens_of
 
@@ -70,7 +71,6 @@ class StepRunner:
         per_token_loss: bool = False,
         check_shape: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._check_shape = check_shape
         self._randomness = randomness
         self._plans_layers = plans_layers
         self._shard = shard or SequenceShard(cp=1, cp_rank=0)
@@ -81,8 +81,14 @@ class StepRunner:
         self._chunks = list(chunks)
         self._device = device
         self._step_context = step_context
-        self._seq_length = seq_length
-        self._shapes: dict[Any, tuple[int, int]] = {}
+        self._shape_of = ActivationShapes(
+            pipeline,
+            self._shard,
+            device=device,
+            step_context=step_context,
+            seq_length=seq_length,
+            check=check_shape,
+        )
         config: Any = self._chunks[0].config
         self._pp = int(config.pipeline_model_parallel_size)
 
@@ -222,7 +228,7 @@ class StepRunner:
             randomness.schedule(combined) if randomness is not None else nullcontext(),
             self._config_changed({"timers": ranges} if ranges is not None else {}),
         ):
-            seq_length, micro_batch_size = self._activation_shape(step, run, forward_only)
+            seq_length, micro_batch_size = self._shape_of(step, run, forward_only=forward_only)
             records = engine.run_schedule(
                 forward_step,
                 self._chunks,
@@ -250,9 +256,10 @@ class StepRunner:
         output is there, the step is run again with it, from the same random state. What comes
         before the call runs twice on the last stage, and only the second run logs.
         """
+        assert self._pipeline is not None
         assert self._randomness is not None
         with self._randomness.step_between_layers(index):
-            call = self._arguments_of_call(step, microbatch.data)
+            call = model_call_of(self._pipeline, step, microbatch.data, self._step_context)
         plan = chunk.build_schedule_plan(*call.args_of_call, **call.kwargs_of_call)
 
         def finish(model_output: Tensor) -> Any:
@@ -322,65 +329,6 @@ class StepRunner:
         assert self._pipeline is not None
         return self._pipeline.stages[self._chunks.index(chunk)].is_last
 
-    def _activation_shape(
-        self, step: StepFunction, run: Run, forward_only: bool
-    ) -> tuple[int, int]:
-        """Sequence length and micro-batch size for the engine, seen in the model call.
-
-        The step is run up to its model call once per new shape of the batch; every rank sees the
-        same, since the code before the call runs on every stage.
-        """
-        size = run.micro_batch_size
-        if self._pipeline is None:
-            return self._seq_length or 1, size
-        told = self._seq_length is not None or self._pipeline.stages[0].count == 1
-        if told and self._shard.cp == 1 and self._check_shape is None:
-            return self._seq_length or 1, size
-        data = run.microbatches[0].data
-        # Training and validation steps are two pieces of code to check, though of one shape.
-        signature = (_shape_signature(data), forward_only and self._shard.cp > 1)
-        if signature not in self._shapes:
-            call = self._observe(step, data)
-            if self._shard.cp > 1 and self._shard.hook is None:
-                check_model_call(call.args_of_call, call.kwargs_of_call, data)
-            shape = (self._seq_length or 1, size)
-            if not told or self._check_shape is not None:
-                shape = self._seen_shape(call, shape)
-            if self._check_shape is not None:
-                self._check_shape(*shape)
-            self._shapes[signature] = shape
-        return self._shapes[signature]
-
-    def _seen_shape(self, call: ModelCall, told: tuple[int, int]) -> tuple[int, int]:
-        """Sequence length and size of the microbatch behind a model call, else what was told."""
-        assert self._pipeline is not None
-        try:
-            seen = self._pipeline.activation_shape(call.args_of_call, call.kwargs_of_call)
-        except ConfigurationError:
-            if self._seq_length is None:
-                raise
-            return told
-        # The engine takes the length of the whole sequence (schedules.py, get_tensor_shapes), and
-        # the call shows a shard.
-        return seen[0] * self._shard.cp, seen[1]
-
-    def _observe(self, step: StepFunction, data: Any) -> ModelCall:
-        """The model call that the step makes."""
-        with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]):
-            return self._arguments_of_call(step, data)
-
-    def _arguments_of_call(self, step: StepFunction, data: Any) -> ModelCall:
-        """Runs the step up to its model call, without logging."""
-        assert self._pipeline is not None
-        with self._pipeline.handling(observe_call), self._step_context():
-            try:
-                step(data)
-            except ModelCall as call:
-                return call
-        raise ConfigurationError(
-            "The step returned without calling the model that strategy.build gave; call it once."
-        )
-
     def _weigh(self, log: StepLog, output: Any) -> None:
         """Weights what the step logged by its tokens, if it tells them."""
         if self._per_token_loss and isinstance(output, Mapping) and NUM_TOKENS in output:
@@ -400,15 +348,3 @@ class StepRunner:
             for config, values in zip(configs, saved, strict=True):
                 for name, value in values.items():
                     setattr(config, name, value)
-
-
-def _shape_signature(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (value.shape, value.dtype)
-    if isinstance(value, Mapping):
-        return tuple((key, _shape_signature(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(_shape_signature(item) for item in value)
-    if hasattr(value, "__dataclass_fields__"):
-        return tuple(_shape_signature(getattr(value, name)) for name in value.__dataclass_fields__)
-    return type(value).__name__

@@ -14,7 +14,17 @@ from typing import Any
 
 from lightning_mcore.tuning.trials import Measurement, Refusal, Trial
 
-__all__ = ["FLOORS", "Parity", "Report", "Row", "check_parity", "judge", "tolerances"]
+__all__ = [
+    "FLOORS",
+    "Parity",
+    "Report",
+    "Row",
+    "check_parity",
+    "judge",
+    "shown_arguments",
+    "strategy_call",
+    "tolerances",
+]
 
 FLOORS = {"32-true": (1e-5, 1e-4)}
 """By precision: relative differences of loss and gradient norm that the order of summation alone
