@@ -242,6 +242,9 @@ class PendingSave:
                 is left of it, and a checkpoint that had the name before still has it.
         """
         main = self._rank == 0
+        if self._thread is not None:
+            # Before any rank can fail: what is removed then must not be written to any more.
+            self._thread.join()
         try:
             self._step("writing shards", self._written)
             self._step("writing the manifest", lambda: self._complete() if main else None)

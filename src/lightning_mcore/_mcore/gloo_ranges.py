@@ -7,6 +7,7 @@ engine on CPU: never in use with a GPU, and only while a profile is recorded.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,29 +17,12 @@ from torch.profiler import record_function
 
 from lightning_mcore._mcore.patching import Patches
 
-_CALLS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "send",
-    "recv",
-    "recv_anysource",
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_to_all_single",
+_CALLS = re.compile(
+    r"_?(all_?reduce|all_?gather|reduce_?scatter|broadcast|reduce|gather|scatter|all_?to_?all)"
+    r"(_\w+)?|barrier|send|recv|recv_anysource"
 )
+"""Methods of ``ProcessGroup`` that communicate. Their names differ between versions of torch: the
+coalesced ones end in ``_tensor_coalesced`` in 2.11, in ``_single_coalesced`` in 2.13."""
 
 
 @contextmanager
@@ -50,9 +34,9 @@ def gloo_ranges() -> Iterator[None]:
     """
     with ExitStack() as stack:
         patches = Patches(stack)
-        for name in _CALLS:
-            method = getattr(dist.ProcessGroup, name, None)
-            if method is not None:
+        for name in list(vars(dist.ProcessGroup)):
+            if _CALLS.fullmatch(name):
+                method = getattr(dist.ProcessGroup, name)
                 patches.set(dist.ProcessGroup, name, _in_range_of_group(method))
         patches.replace(dist.Work, "wait", _in_wait(dist.Work.wait))
         yield

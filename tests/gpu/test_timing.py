@@ -1,0 +1,55 @@
+"""CommTimings and TraceExport on GPUs over NCCL. Not run yet: written from recorded traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_mcore import MCoreStrategy
+from lightning_mcore.callbacks import CommTimings, TraceExport
+from lightning_mcore.testing import run_ranks
+from lightning_mcore.timeline import StepTimes, load_timelines
+from tests.gpt import GPT, token_dataset
+from tests.ranks.trainers import loader
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
+
+
+def sample(strategy: dict[str, Any], folder: str) -> tuple[list[StepTimes], str]:
+    timings, export = CommTimings(4, 2, picture=False), TraceExport(4, 2, dirpath=folder)
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=2,
+        strategy=MCoreStrategy(**strategy),
+        plugins=[LightningEnvironment()],
+        callbacks=[timings, export],
+        max_steps=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(GPT(), loader(token_dataset(8 * 2 * 8), 8))
+    return timings.latest, str(export.path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "group"),
+    [({}, "dp"), ({"tp": 2}, "tp"), ({"pp": 2, "micro_batch_size": 2}, "pp")],
+)
+def test_nccl_is_attributed_to_its_group(strategy, group, tmp_path):
+    times, trace = run_ranks(sample, 2, strategy, str(tmp_path), timeout_s=240)[0]
+    for rank in times:
+        parts = rank.compute_us + rank.exposed_us + rank.idle_us
+        assert parts == pytest.approx(rank.step_us, rel=0.01)
+        assert rank.groups[group].operations > 0
+        assert rank.groups[group].bytes > 0
+        assert "other" not in rank.groups
+    for timeline in load_timelines([trace]):
+        passes = [m for m in timeline.marks if m.name in ("forward", "backward")]
+        assert any(mark.on_device for mark in passes)
