@@ -37,7 +37,7 @@ def counts_of_both():
     """In one process on the engine, without a Trainer: formula and counter for each config."""
     import torch.distributed as dist
 
-    from lightning_mcore._mcore import engine
+    from lightning_mcore._mcore import groups
     from lightning_mcore._mcore.cpu import CpuAdapter
     from tests.gpt import call_gpt
 
@@ -45,8 +45,8 @@ def counts_of_both():
     with CpuAdapter():
         dist.init_process_group("gloo")
         layout = resolve_layout(ParallelSizes(), 1, 0)
-        engine.init_parallel_state(layout, timeout_minutes=1, instances=1)
-        engine.seed_parallel_rng(1)
+        groups.init_parallel_state(layout, timeout_minutes=1, fields={}, communicators={})
+        groups.seed_parallel_rng(1)
         for name, fields in CONFIGS.items():
             config, model = build(fields)
             tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
@@ -55,7 +55,7 @@ def counts_of_both():
             shape = ModelShape.from_config(config, VOCAB)
             ours = training_flops(shape, tokens=BATCH * SEQ, seq_length=SEQ, causal=False)
             found[name] = ours, counter.get_total_flops()
-        engine.destroy_parallel_state()
+        groups.destroy_parallel_state()
         dist.destroy_process_group()
     return found
 
