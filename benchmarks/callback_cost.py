@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import statistics
 import sys
 import time
@@ -86,6 +87,11 @@ def main() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     device = torch.device("cuda", 0) if options.accelerator == "gpu" else torch.device("cpu")
     size = SIZES[options.size]
     without, again, with_them = measure(size, options, device)

@@ -177,6 +177,8 @@ def test_microbatches_are_counted_from_marks():
 def test_bubble_is_idle_time_and_waiting_for_stages():
     line = timeline(interval(0, 50), interval(50, 70, "pp"), interval(60, 70, "dp"))
     assert analyse(line, (0, 100)).bubble_us == pytest.approx(30 + 15)
+    more = timeline(*line.intervals, interval(80, 90, "world"), interval(90, 95, "mp"))
+    assert analyse(more, (0, 100)).bubble_us == pytest.approx(30 + 15)
 
 
 @pytest.mark.parametrize(

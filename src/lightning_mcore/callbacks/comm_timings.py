@@ -46,8 +46,8 @@ class CommTimings(Callback):
       sizes are known ``comm/G/mbytes``, ``comm/G/busbw_gbps``, ``comm/G/algbw_gbps`` (as in
       nccl-tests), for each group ``G`` that communicates: ``tp``, ``pp``, ``dp``, ``cp``, ``ep``,
       ``embedding``, ``mp`` (the gradient norm), ``world``, ``other``;
-    * with a pipeline, ``pipeline/bubble_share`` (idle, and exposed pp communication, which is
-      mostly waiting for a neighbour) and ``pipeline/ideal_bubble_share`` of the schedule;
+    * with a pipeline, ``pipeline/bubble_share`` (idle, and exposed pp, mp and world communication,
+      which is mostly waiting for other stages) and ``pipeline/ideal_bubble_share`` of the schedule;
     * ``comm_timings/cost_ms``: what the sample cost on the rank where it cost most, and
       ``comm_timings/slowdown``: a recorded step over the median of those before it.
 

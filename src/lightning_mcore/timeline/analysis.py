@@ -79,13 +79,14 @@ class StepTimes:
 
     @property
     def bubble_us(self) -> float:
-        """Idle time, and waiting for a neighbouring stage: a receive runs until its sender sends.
+        """Idle time, and waiting for other stages of a pipeline.
 
-        It includes the transfers themselves, which cannot be told from the waits in one rank's
-        trace.
+        A receive runs until its sender sends, and stages that end early wait for the rest in the
+        gradient norm (``mp``) or the agreement on logs (``world``). It includes the transfers
+        themselves, which cannot be told from the waits in one rank's trace.
         """
-        pp = self.groups.get("pp")
-        return self.idle_us + (pp.exposed_share_us if pp is not None else 0.0)
+        waits = [self.groups[name] for name in ("pp", "mp", "world") if name in self.groups]
+        return self.idle_us + sum(group.exposed_share_us for group in waits)
 
 
 def analyse(
