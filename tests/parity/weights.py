@@ -27,7 +27,15 @@ class Shard:
     global_shape: tuple[int, ...]
     place: tuple[slice | int, ...]
     """Index of this part in the full tensor; a number for an axis of layers or experts."""
-    value: Tensor
+    source: Tensor
+    """The parameter, or a copy of the part."""
+    half: int | None = None
+    """Which half of the parameter this is; ``None``: all of it. A gated unit has two."""
+
+    @property
+    def value(self) -> Tensor:
+        """The part; not kept as a view, since the engine moves parameters into its buffers."""
+        return self.source if self.half is None else self.source.chunk(2)[self.half]
 
     def copied(self) -> Shard:
         """The same with a value that training no longer changes."""
@@ -48,15 +56,16 @@ def shards_of(chunk: nn.Module) -> list[Shard]:
         if id(getattr(whole, "data", None)) not in parameters:
             continue
         seen.add(id(whole.data))
-        # A gated unit's two halves are parts of their own, as views of the one parameter.
-        halves = whole.build() if isinstance(whole, ShardedTensorFactory) else [whole]
-        for entry in halves:
+        # A gated unit's two halves are parts of their own.
+        gated = isinstance(whole, ShardedTensorFactory)
+        for half, entry in enumerate(whole.build() if gated else [whole]):
             shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
             place = tuple(
                 start if axis < entry.prepend_axis_num else slice(start, start + size)
                 for axis, (start, size) in enumerate(zip(entry.global_offset, shape, strict=True))
             )
-            found.append(Shard(entry.key, tuple(entry.global_shape), place, entry.data))
+            part = half if gated else None
+            found.append(Shard(entry.key, tuple(entry.global_shape), place, whole.data, part))
     # A model that is whole ties by using one parameter twice; parts hold a copy each.
     assert seen == parameters, "every parameter has a shard"
     return found

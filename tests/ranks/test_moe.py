@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -242,17 +243,22 @@ BIASED = {
 }
 
 
-def _part(path: str | None, save: str | None, until: int, strategy: dict[str, Any]) -> Any:
+def _part(folder: str, start: int, until: int, strategy: dict[str, Any]) -> Any:
+    """Trains from step ``start`` to ``until``, with a checkpoint after every step."""
     torch.serialization.add_safe_globals([Training])  # among the module's hyperparameters
     run = training(**BIASED)
     watch = Watch()
-    trainer = make_trainer({**strategy, "micro_batch_size": 1}, callbacks=[watch], max_steps=until)
+    keep = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    trainer = make_trainer(
+        {**strategy, "micro_batch_size": 1},
+        callbacks=[watch, keep],
+        max_steps=until,
+        enable_checkpointing=True,
+    )
     dp = world_size() // (strategy.get("tp", 1) * strategy.get("pp", 1))
     module = ParityGPT(run)
     data = InOrder(token_dataset(run.samples), GLOBAL_BATCH // dp)
-    trainer.fit(module, datamodule=data, ckpt_path=path)
-    if save is not None:
-        trainer.save_checkpoint(save)
+    trainer.fit(module, datamodule=data, ckpt_path=f"{folder}/step={start}.ckpt" if start else None)
     watch.outcome.shards = [shard.copied() for shard in module.shards]
     watch.outcome.biases = {r.layer_number: r.expert_bias.clone() for r in biased_routers(module)}
     watch.outcome.state = {}
@@ -260,26 +266,30 @@ def _part(path: str | None, save: str | None, until: int, strategy: dict[str, An
 
 
 def test_training_goes_on_under_other_expert_parallel_sizes(tmp_path):
-    """ep2 -> ep1 -> ep4 with tp -> pp: losses, norms, parameters as if nothing had happened.
+    """ep2 -> ep1 -> ep4 -> tp2 ep2: losses, norms, parameters as if nothing had happened.
 
     Adam's moments decide all steps but the first, and biases decide where tokens go.
     """
-    whole = run_ranks(_part, 1, None, None, STEPS, {})[0]
-    first = run_ranks(_part, 2, None, str(tmp_path / "a.ckpt"), 2, {"ep": 2})[0]
-    second = run_ranks(_part, 1, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), 3, {})[0]
-    third = run_ranks(_part, 4, str(tmp_path / "b.ckpt"), str(tmp_path / "c.ckpt"), 4, {"ep": 4})[0]
-    last = run_ranks(_part, 2, str(tmp_path / "c.ckpt"), None, STEPS, {"tp": 2, "ep": 2, "etp": 1})
-    parts = [first, second, third, last[0]]
-    losses = [loss for part in parts for loss in part.losses]
-    norms = [norm for part in parts for norm in part.grad_norms]
+    whole = run_ranks(_part, 1, str(tmp_path / "whole"), 0, STEPS, {})[0]
+    parts = [
+        run_ranks(_part, world, str(tmp_path / "cut"), start, until, strategy)
+        for world, start, until, strategy in (
+            (2, 0, 2, {"ep": 2}),
+            (1, 2, 3, {}),
+            (4, 3, 4, {"ep": 4}),
+            (2, 4, STEPS, {"tp": 2, "ep": 2, "etp": 1}),
+        )
+    ]
+    losses = [loss for ranks in parts for loss in ranks[0].losses]
+    norms = [norm for ranks in parts for norm in ranks[0].grad_norms]
     assert losses == pytest.approx(whole.losses, abs=1e-5)
     assert norms == pytest.approx(whole.grad_norms, rel=1e-4)
     expected = {shard.key: torch.zeros(shard.global_shape) for shard in whole.shards}
     for shard in whole.shards:
         expected[shard.key][shard.place] = shard.value
-    check_shards([part.shards for part in last], expected, 1e-5)
-    for part in last:
-        for layer, bias in part.biases.items():
+    check_shards([rank.shards for rank in parts[-1]], expected, 1e-5)
+    for rank in parts[-1]:
+        for layer, bias in rank.biases.items():
             torch.testing.assert_close(bias, whole.biases[layer], rtol=0, atol=1e-6)
 
 
