@@ -14,7 +14,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -337,7 +336,6 @@ def _refuse_or_warn(folder: Path) -> dict[str, Any]:
     attempt("dense", {}, ExpertPlacement(1), module=GPT())
     attempt("rmsprop", PLAIN, ExpertPlacement(1), module=WithOptimizer("rmsprop"))
     attempt("groups", PLAIN, ExpertPlacement(1), module=WithOptimizer("groups"))
-    attempt("averaging", PLAIN, ExpertPlacement(1), StochasticWeightAveraging(1e-2))
 
     # A threshold that nothing reaches: nothing moves.
     placement = ExpertPlacement(2, smoothing=0.0, min_gain=0.9)
@@ -392,7 +390,6 @@ def test_what_it_refuses_and_what_it_reports(tmp_path):
         assert "it has no MoE layers; leave the callback out." in said["dense"]
         assert "keeps state in a form of its own; use Adam, AdamW or SGD." in said["rmsprop"]
         assert "in different groups of the optimizer; put them in one." in said["groups"]
-        assert "`StochasticWeightAveraging` averages weights by their place" in said["averaging"]
         assert len(said["ep=1"]) == (rank == 0)
         canonical = tuple(range(EXPERTS))
         assert all(slots == [canonical] * 2 for slots in said["kept"].slots)

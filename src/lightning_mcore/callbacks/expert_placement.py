@@ -114,13 +114,6 @@ class ExpertPlacement(Callback):
                 f" runs {type(trainer.strategy).__name__}; use strategy=MCoreStrategy(ep=...) or"
                 " leave the callback out."
             )
-        copies = ("WeightAveraging", "StochasticWeightAveraging")
-        for callback in getattr(trainer, "callbacks", ()):
-            if any(base.__name__ in copies for base in type(callback).__mro__):
-                raise ConfigurationError(
-                    f"`{type(callback).__name__}` averages weights by their place, but"
-                    " `ExpertPlacement` moves experts to other places; leave one of them out."
-                )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
