@@ -319,6 +319,10 @@ def _load_pickle(file: Path, weights_only: bool) -> dict[str, Any]:
             " without running code from the file; if you trust it, name the type to"
             " torch.serialization.add_safe_globals."
         ) from error
+    except Exception as error:  # As many kinds as there are ways to damage a file.
+        raise CheckpointError(f"`{file.name}` cannot be read: {cause(error)}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"`{file.name}` holds a {type(loaded).__name__}, not a dict")
     return loaded
 
 

@@ -18,14 +18,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # long as those do not import it back (Python would refuse a cycle at import anyway).
 LAYERS = [
     {"errors", "version"},
-    {"names", "safetensors_file"},
+    {"names", "safetensors_file", "index_file", "watch"},
     {"config"},
     {"layout"},
     {"switches"},
     {"header", "engine_fields"},
     {"_mcore"},
     {"parallel_state"},
-    {"stage", "sequential", "randomness"},
+    {"stage", "sequential", "randomness", "nonfinite"},
     {"build"},
     {"batch"},
     {"step_log", "schedule", "outputs", "data_check", "metrics", "loaders"},

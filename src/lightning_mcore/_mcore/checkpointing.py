@@ -50,11 +50,12 @@ from megatron.core.dist_checkpointing.validation import validate_sharding_integr
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from lightning_mcore.errors import CheckpointError
+from lightning_mcore.index_file import data_only, read_index
 
 __all__ = ["CheckpointException", "Stored"]
 
@@ -243,7 +244,8 @@ def _check_complete(sharded: Tree, world_cpu: dist.ProcessGroup) -> None:
 
 def contents(directory: Path) -> dict[str, Stored]:
     """Everything sharded that a checkpoint holds, from its metadata file."""
-    metadata = FileSystemReader(directory).read_metadata()
+    # Torch's own reader would run what the file names (checkpoint/filesystem.py, read_metadata).
+    metadata = read_index(directory)
     return {
         key: Stored(tuple(entry.size), entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -260,7 +262,7 @@ def read(directory: Path, tree: Tree) -> Tree:
     """
     force_all_tensors_to_non_fp8(tree)
     sharded, result, factories = load_preprocess(tree)
-    with _without_torch_notices():
+    with _without_torch_notices(), data_only():
         merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
     return apply_factory_merges(result, factories)
 
