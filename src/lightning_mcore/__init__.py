@@ -5,7 +5,9 @@ from lightning_mcore.errors import (
     CheckpointError,
     ConfigurationError,
     MCoreError,
+    NonFiniteError,
     NotInitializedError,
+    RankFailed,
 )
 from lightning_mcore.layout import Layout
 from lightning_mcore.optimizer import StepStats
@@ -24,8 +26,10 @@ __all__ = [
     "MCoreError",
     "MCorePrecision",
     "MCoreStrategy",
+    "NonFiniteError",
     "NotInitializedError",
     "Pipeline",
+    "RankFailed",
     "Stage",
     "StepStats",
     "Switch",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
@@ -229,3 +230,27 @@ def _sizes(layout: Layout) -> str:
     return (
         f"tp {layout.tp} x pp {layout.pp}{vpp} x cp {layout.cp} x dp {layout.dp} (ep {layout.ep})"
     )
+
+
+def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple[int, int]:
+    """Parameters of the whole model, each counted once, and of the fullest rank.
+
+    Collective over the world, over gloo.
+    """
+    layout = state.layout
+    mine = total = 0
+    for chunk in chunks:
+        for param in chunk.parameters():
+            mine += param.numel()
+            expert = not getattr(param, "allreduce", True)
+            first_copy = layout.cp_rank == 0 and layout.dp_rank < (layout.ep if expert else 1)
+            split = bool(getattr(param, "tensor_model_parallel", False)) or layout.tp_rank == 0
+            # A tied output layer is a second copy of the first stage's embedding.
+            tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
+            if first_copy and split and not tied_copy:
+                total += param.numel()
+    summed = torch.tensor([total])
+    largest = torch.tensor([mine])
+    dist.all_reduce(summed, group=state.groups.world_cpu)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.groups.world_cpu)
+    return int(summed), int(largest)

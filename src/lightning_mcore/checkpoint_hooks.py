@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,12 @@ class CheckpointStrategy(LayoutStrategy):
         run = self._model_run
         with_optimizer = bool(checkpoint.get("optimizer_states"))
         checkpoint.pop("state_dict", None)
-        with self._engine_context():
+        with self._engine_context(), self._progress.during("saving a checkpoint"):
+            path = self.broadcast(str(filepath))
             run.gather_parameters()
             run.share_buffers()
             save_checkpoint(
-                Path(self.broadcast(str(filepath))),
+                Path(path),
                 self._train_state(with_optimizer),
                 checkpoint,
                 layout=self.layout,
@@ -88,6 +90,8 @@ class CheckpointStrategy(LayoutStrategy):
                     **manifest_names(run.module, run.inner, self.layout, self.groups),
                 },
             )
+        if with_optimizer:
+            self._progress.checkpoints.append(os.path.abspath(path))
 
     @override
     def load_checkpoint(
@@ -97,16 +101,19 @@ class CheckpointStrategy(LayoutStrategy):
         run = self._model_run
         fitting = run.optimizer is not None
         state = self._train_state(fitting)
-        loaded = load_checkpoint(
-            Path(self.broadcast(str(checkpoint_path))),
-            state,
-            load_optimizer=fitting,
-            strict=self.lightning_module.strict_loading,
-            layout=self.layout,
-            groups=self.groups,
-            weights_only=weights_only,
-        )
+        path = self.broadcast(str(checkpoint_path))
+        with self._progress.during("loading a checkpoint"):
+            loaded = load_checkpoint(
+                Path(path),
+                state,
+                load_optimizer=fitting,
+                strict=self.lightning_module.strict_loading,
+                layout=self.layout,
+                groups=self.groups,
+                weights_only=weights_only,
+            )
         if fitting:
+            self._progress.checkpoints.append(os.path.abspath(path))
             run.load_rank_state(state.extra)
             for optimizer, saved in zip(
                 self.optimizers, loaded.get("optimizer_states", []), strict=False

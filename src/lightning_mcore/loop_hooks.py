@@ -34,6 +34,7 @@ from lightning_mcore.parallel_state import (
 )
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.prepare import Request, check_trainer, prepare_run, resolve_before_groups
+from lightning_mcore.processes import MARGIN_S
 from lightning_mcore.run import ModelRun
 from lightning_mcore.switches import Switches
 
@@ -42,9 +43,13 @@ class LoopStrategy(CheckpointStrategy):
     """Starts, drives and ends runs of the engine for the loops of a Trainer."""
 
     def __init__(
-        self, request: Request, process_group_backend: str | None, timeout_s: float
+        self,
+        request: Request,
+        process_group_backend: str | None,
+        timeout_s: float,
+        peer_timeout_s: float,
     ) -> None:
-        super().__init__(process_group_backend, timeout_s)
+        super().__init__(process_group_backend, timeout_s, peer_timeout_s)
         self._request = request
         self._layout: Layout | None = None
         self._switches: Switches | None = None
@@ -91,9 +96,10 @@ class LoopStrategy(CheckpointStrategy):
         self._state = init_parallel_state(
             self.layout,
             device=self.root_device,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s + MARGIN_S,
             instances=self._request.optimizer_instances,
         )
+        self._start_monitor(self._state)
 
     @override
     def _engine_context(self) -> AbstractContextManager[Any]:
@@ -134,6 +140,7 @@ class LoopStrategy(CheckpointStrategy):
             self._parallel_state,
             self.precision_plugin,
             self.root_device,
+            self._progress,
             make_optimizer=(
                 partial(self._make_optimizer, trainer)
                 if trainer.state.fn == TrainerFn.FITTING
@@ -177,6 +184,7 @@ class LoopStrategy(CheckpointStrategy):
             check_same_batch(batch, self._parallel_state)
             self._checked_batch = True
         step = self.lightning_module.training_step
+        self._progress.step = self.lightning_module.trainer.global_step
         return self._model_run.train_step(
             lambda microbatch: step(microbatch, *rest, **kwargs),
             batch,
@@ -198,6 +206,7 @@ class LoopStrategy(CheckpointStrategy):
 
     def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.lightning_module, name)
+        self._progress.enter(name)
         return self._model_run.evaluation_step(
             lambda microbatch: step(microbatch, *args, **kwargs), batch
         )
@@ -231,7 +240,11 @@ class LoopStrategy(CheckpointStrategy):
             # Finding no gradients on the parameters (they are in the engine's buffers), the user's
             # optimizer runs the closure and changes nothing.
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if run.optimizer_step().skipped:
+        with self._progress.during("the optimizer step"):
+            skipped = run.optimizer_step().skipped
+        self._progress.step += 1
+        self._progress.enter("between steps (data, callbacks)")
+        if skipped:
             # As with torch.amp: a schedule counts steps that changed parameters.
             self._release_schedulers = _lightning.hold_step_schedulers(self.lr_scheduler_configs)
         return result
@@ -250,6 +263,26 @@ class LoopStrategy(CheckpointStrategy):
     @override
     def on_train_end(self) -> None:
         self._model_run.set_hooks(False)
+
+    @override
+    def _save_before_exit(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or self._model_run.optimizer is None:
+            return
+        if trainer.sanity_checking or trainer.global_step == 0:
+            return
+        if not trainer.checkpoint_callbacks and not self._model_run.requeue_wanted:
+            # Trainer(enable_checkpointing=False) wants no files; a job that is requeued needs one.
+            return
+        path = self.broadcast(_lightning.preemption_path(trainer))
+        trainer.save_checkpoint(path)
+        rank_zero_info(
+            f"Stopped for a signal after step {trainer.global_step}; resume with"
+            f' ckpt_path="hpc" (under SLURM by itself) or ckpt_path={path!r}.'
+        )
+        if self._model_run.requeue_wanted and self.is_global_zero:
+            _lightning.requeue_slurm_job()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -272,11 +305,12 @@ class LoopStrategy(CheckpointStrategy):
         finally:
             self._failed = False
             self._exits.close()
+            self._stop_monitor()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles what the user asked for, not the processes and models of a run."""
-        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers"))
+        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_monitor"))
         return {**super().__getstate__(), **fresh, "_exits": ExitStack()}

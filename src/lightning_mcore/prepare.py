@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,7 @@ from lightning_mcore.engine_fields import (
 )
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout, check_model_dims, pick_vpp, resolve_layout
+from lightning_mcore.nonfinite import NonFinite
 from lightning_mcore.optimizer import build_training, optimizer_kind
 from lightning_mcore.parallel_state import ParallelState
 from lightning_mcore.plain import init_weights
@@ -39,6 +40,7 @@ from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.switches import Facts, Switch, Switches, resolve_switches
+from lightning_mcore.watch.progress import Progress
 
 # WeightAveraging came with Lightning 2.6.
 _AVERAGING_CALLBACKS = tuple(
@@ -62,11 +64,18 @@ class Request:
     """Checkpoint to load weights from."""
     seq_length: int | None = None
     """Tokens per sample, where the model call does not show them."""
+    nonfinite: NonFinite = "error"
+    """What to do about NaN or Inf in a gradient."""
     torch_norms_only: bool = False
     """Found while building: the model's norms refuse sequence parallelism."""
 
     def __post_init__(self) -> None:
         """Refuses fields that are set elsewhere."""
+        if self.nonfinite not in get_args(NonFinite):
+            raise ConfigurationError(
+                f"`nonfinite` ({self.nonfinite!r}) must be one of {list(get_args(NonFinite))}; use"
+                " nonfinite='error' to stop before a parameter changes."
+            )
         check_ddp_fields(self.ddp)
         check_optimizer_fields(self.optimizer)
         engine.check_field_names(ddp=self.ddp, optimizer=self.optimizer)
@@ -206,6 +215,7 @@ def prepare_run(
     state: ParallelState,
     precision: MCorePrecision,
     device: torch.device,
+    progress: Progress,
     *,
     make_optimizer: Callable[[], torch.optim.Optimizer] | None,
 ) -> tuple[ModelRun, Facts]:
@@ -217,6 +227,7 @@ def prepare_run(
         state: Layout and groups.
         precision: Dtypes.
         device: Of this rank.
+        progress: Where this rank notes how far it is.
         make_optimizer: Runs the user's ``configure_optimizers``; ``None`` when not fitting.
 
     Returns:
@@ -272,5 +283,7 @@ def prepare_run(
         micro_batch_size=request.switches.micro_batch_size,
         seq_length=request.seq_length,
         optimizer=optimizer,
+        progress=progress,
+        nonfinite=request.nonfinite,
     )
     return run, facts

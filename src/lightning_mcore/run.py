@@ -9,23 +9,26 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.build import count_parameters
+from lightning_mcore.errors import ConfigurationError, NonFiniteError
 from lightning_mcore.header import Batch, format_header
 from lightning_mcore.loaders import RandomState, ResumableLoader, saves_position
 from lightning_mcore.metrics import set_batch_value
+from lightning_mcore.nonfinite import NonFinite, report
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import merge_outputs
 from lightning_mcore.parallel_state import ParallelState
@@ -36,6 +39,7 @@ from lightning_mcore.stage import Pipeline
 from lightning_mcore.step_log import ALREADY_REDUCED, LOSS, LogExchange, StepLog
 from lightning_mcore.switches import Facts, Switches
 from lightning_mcore.version import package_versions
+from lightning_mcore.watch.progress import Progress
 
 _SEEDS_PER_RUN = 7919
 """Keeps the chunks' streams of stages away from each other and from those of the engine."""
@@ -64,6 +68,12 @@ class ModelRun:
     """Random streams of chunks and steps, where the model has several stages."""
     signals: _lightning.AgreedSignals | None = None
     """Through which ranks stop together for a SIGTERM."""
+    progress: Progress = field(default_factory=Progress)
+    nonfinite: NonFinite = "error"
+    skipped_steps: int = 0
+    """Optimizer steps that changed no parameter."""
+    requeue_wanted: bool = False
+    """Whether ranks stop to be queued again."""
     epoch_start: RandomState | None = None
     """From a checkpoint, for the training loader that continues its epoch."""
     _train_loaders: list[ResumableLoader] = field(default_factory=list)
@@ -74,6 +84,7 @@ class ModelRun:
     _regular_batch_size: int | None = None
     _starts_accumulation: bool = True
     _skips_step: bool = False
+    _losses: list[Tensor] = field(default_factory=list)
     _parameters: list[nn.Parameter] = field(default_factory=list)
     _num_trainable: int = 0
     _hooks_wanted: bool = False
@@ -95,7 +106,10 @@ class ModelRun:
             step_context=lambda: self.precision.step_context(self.device, native=native),
             seq_length=self.seq_length,
             randomness=self.randomness,
+            progress=self.progress,
         )
+        if self.optimizer is not None:
+            self.optimizer.on_nonfinite = self._on_nonfinite
         self._exchange = LogExchange(
             self.state.groups.world_cpu,
             is_source=layout.is_last_stage and layout.tp_rank == 0,
@@ -122,6 +136,7 @@ class ModelRun:
         """
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
         if self._starts_accumulation:
+            self._losses = []
             self._check_trainable()
             self.optimizer.zero_grad()
         layout = self.state.layout
@@ -136,6 +151,7 @@ class ModelRun:
         samples = batch_size(batch)
         self._regular_batch_size = max(samples, self._regular_batch_size or 0)
         log = StepLog(self._metric_path)
+        self.progress.enter("training_step")
         with _lightning.capture_logs(self.module, log.log):
             outputs = self._runner.train(
                 step,
@@ -147,7 +163,8 @@ class ModelRun:
             )
         # As Lightning's closure does: what is left if the user then does not step is cleared.
         self._starts_accumulation = sync
-        loss = self._emit(log)
+        loss = self._emit(log, may_stop=sync)
+        self._losses += log.losses()
         self._skips_step = loss is None
         if loss is None:
             return None
@@ -172,7 +189,7 @@ class ModelRun:
         log = StepLog(self._metric_path)
         with _lightning.capture_logs(self.module, log.log):
             outputs = self._runner.evaluate(step, runs, log)
-        self._emit(log)
+        self._emit(log, may_stop=True)
         return merge_outputs(outputs)
 
     def to_all_stages(self, output: Any) -> Any:
@@ -197,6 +214,8 @@ class ModelRun:
             return self.stats
         self.stats = self.optimizer.step(self.precision.clipping)
         self.precision.clipping = Clipping()
+        self.skipped_steps += self.stats.skipped
+        self.stats = replace(self.stats, skipped_steps=self.skipped_steps)
         if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
             # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks
             # have fired once, the order of parameters is not known.
@@ -297,12 +316,32 @@ class ModelRun:
         # Lightning's own check explains how to register the metric.
         return ""
 
-    def _emit(self, log: StepLog) -> Tensor | None:
-        """Logs what all ranks agreed on through Lightning; returns the loss."""
+    def _on_nonfinite(self, norm: float) -> bool:
+        """Acts on a gradient norm that is not finite; returns whether to step all the same."""
+        found = report(self.inner, self._losses, self.state, norm)
+        if self.nonfinite == "error":
+            raise NonFiniteError(
+                f"{found} No parameter was changed; use nonfinite='skip' to leave such steps out,"
+                " or look at the data, the learning rate and Trainer(detect_anomaly=True)."
+            )
+        done = "Step left out." if self.nonfinite == "skip" else "Going on all the same."
+        rank_zero_warn(f"{found} {done}")
+        return self.nonfinite == "warn"
+
+    def _emit(self, log: StepLog, *, may_stop: bool) -> Tensor | None:
+        """Logs what all ranks agreed on through Lightning; returns the loss.
+
+        Args:
+            log: Of this rank.
+            may_stop: Whether a checkpoint taken after this step is complete; not in the middle of
+                an accumulation.
+        """
         loss = None
-        logs = self._exchange(log, want_stop=self.signals is not None and self.signals.pending)
-        if self.signals is not None and self._exchange.stop_wanted:
+        with self.progress.during("the exchange of logs"):
+            logs = self._exchange(log, want_stop=self.signals.pending if self.signals else 0)
+        if self.signals is not None and self._exchange.stop_wanted and may_stop:
             self.signals.received_sigterm = True
+            self.requeue_wanted = self._exchange.stop_wanted == _lightning.REQUEUE
         for logged in logs:
             if logged.key.name == LOSS:
                 loss = logged.value
@@ -356,27 +395,3 @@ def _position(trainer: pl.Trainer) -> int:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     at_end = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
     return 0 if at_end else int(progress.current.ready)
-
-
-def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple[int, int]:
-    """Parameters of the whole model, each counted once, and of the fullest rank.
-
-    Collective over the world, over gloo.
-    """
-    layout = state.layout
-    mine = total = 0
-    for chunk in chunks:
-        for param in chunk.parameters():
-            mine += param.numel()
-            expert = not getattr(param, "allreduce", True)
-            first_copy = layout.cp_rank == 0 and layout.dp_rank < (layout.ep if expert else 1)
-            split = bool(getattr(param, "tensor_model_parallel", False)) or layout.tp_rank == 0
-            # A tied output layer is a second copy of the first stage's embedding.
-            tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
-            if first_copy and split and not tied_copy:
-                total += param.numel()
-    summed = torch.tensor([total])
-    largest = torch.tensor([mine])
-    dist.all_reduce(summed, group=state.groups.world_cpu)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=state.groups.world_cpu)
-    return int(summed), int(largest)

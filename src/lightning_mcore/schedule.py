@@ -22,6 +22,7 @@ from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.stage import ModelCall, Pipeline, StageEnd, observe_call, run_chunk
 from lightning_mcore.step_log import StepLog
+from lightning_mcore.watch.progress import Progress
 
 StepFunction = Callable[[Any], Any]
 """Runs the user's step on one microbatch."""
@@ -46,6 +47,7 @@ class StepRunner:
         step_context: Opens the context in which a step runs (autocast).
         seq_length: Tokens, where the model call does not show them.
         randomness: Random streams, where the model has several stages.
+        progress: Where each microbatch is noted.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class StepRunner:
         step_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seq_length: int | None = None,
         randomness: StepRandomness | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self._randomness = randomness
         self._pipeline = pipeline
         self._chunks = list(chunks)
@@ -147,6 +151,7 @@ class StepRunner:
     ) -> list[MicrobatchOutput]:
         def forward_step(iterator: Any, chunk: nn.Module) -> tuple[Any, Any]:
             index, microbatch = next(iterator)
+            self._progress.enter(self._progress.phase, index)
             if self._randomness is not None:
                 self._randomness.begin_step(index)
             output, ended = self._call(step, chunk, microbatch, log)

@@ -162,6 +162,11 @@ class StepLog:
         key = LogKey(name, _reduction(settings_given.get("reduce_fx", "mean")), None, settings)
         self.entries.setdefault(key, _Entry()).add(_as_scalar(name, value), weight)
 
+    def losses(self) -> list[Tensor]:
+        """Losses of this rank's microbatches."""
+        entry = self.entries.get(LogKey(LOSS, "mean"), _NOTHING)
+        return [value for values in entry.values.values() for value in values]
+
     def add_loss(self, loss: Tensor, samples: int) -> None:
         """Adds one microbatch's loss."""
         key = LogKey(LOSS, "mean")
@@ -194,15 +199,15 @@ class LogExchange:
         self._latest: tuple[LogKey, ...] | None = None
         self._guess: tuple[LogKey, ...] | None = None
         """Keys of the last two steps, if they were the same; alike on every rank."""
-        self.stop_wanted = False
-        """Whether any rank wanted to stop at the latest exchange; alike on every rank."""
+        self.stop_wanted = 0
+        """The highest vote at the latest exchange; alike on every rank."""
 
-    def __call__(self, log: StepLog, *, want_stop: bool = False) -> list[Logged]:
+    def __call__(self, log: StepLog, *, want_stop: int = 0) -> list[Logged]:
         """Reduces ``log`` over the world; every rank calls it after each step's schedule.
 
         Args:
             log: Of this rank.
-            want_stop: This rank's vote for ``stop_wanted``.
+            want_stop: This rank's vote for ``stop_wanted``, 0 to go on.
         """
         entries = log.entries if self._is_source else {}
         mine = tuple(entries)
@@ -221,7 +226,7 @@ class LogExchange:
         assert vote is not None, "every rank is a member of the world"
         vote.wait()
         highest, negated, stop = votes.tolist()
-        self.stop_wanted = bool(stop)
+        self.stop_wanted = stop
         keys = self._agree(mine, highest, -negated)
         if keys != guess:
             logged = self._reduce(keys, entries)

@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_mcore.build import Factory
 from lightning_mcore.config import ParallelSizes, SwitchRequest
-from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.errors import ConfigurationError, NotInitializedError
 from lightning_mcore.loop_hooks import LoopStrategy
+from lightning_mcore.nonfinite import NonFinite
 from lightning_mcore.optimizer import StepStats
 from lightning_mcore.prepare import Request, build_model
 from lightning_mcore.stage import Pipeline
@@ -44,7 +45,13 @@ class MCoreStrategy(LoopStrategy):
         ddp: Further fields of the engine's DistributedDataParallelConfig.
         optimizer: Further fields of the engine's OptimizerConfig.
         init_from: Checkpoint of ours or plain file to load weights (only) from, in any layout.
-        timeout_s: Seconds after which a collective that some rank has not joined fails.
+        nonfinite: What to do when the gradient holds NaN or Inf: ``"error"`` stops all ranks before
+            a parameter changes, ``"skip"`` leaves the step out, with the learning rate held, and
+            ``"warn"`` goes on. Overflows that fp16 loss scaling handles are not meant.
+        timeout_s: Seconds without progress on a rank after which the run is taken to hang, and
+            ends on all ranks with a report of where each one is.
+        peer_timeout_s: Seconds of silence after which a rank counts as lost. When a rank dies or
+            raises, the others know at once, and end within half of this time, at most 5 s.
         process_group_backend: Backend of the world group; by default nccl on GPUs, gloo on CPU.
 
     Raises:
@@ -75,7 +82,9 @@ class MCoreStrategy(LoopStrategy):
         ddp: dict[str, Any] | None = None,
         optimizer: dict[str, Any] | None = None,
         init_from: str | Path | None = None,
+        nonfinite: NonFinite = "error",
         timeout_s: float = 1800.0,
+        peer_timeout_s: float = 30.0,
         process_group_backend: str | None = None,
     ) -> None:
         request = Request(
@@ -93,8 +102,15 @@ class MCoreStrategy(LoopStrategy):
             optimizer=optimizer or {},
             init_from=init_from,
             seq_length=seq_length,
+            nonfinite=nonfinite,
         )
-        super().__init__(request, process_group_backend, timeout_s)
+        for name, value in (("timeout_s", timeout_s), ("peer_timeout_s", peer_timeout_s)):
+            if not value > 0.0:
+                raise ConfigurationError(
+                    f"`{name}` ({value}) must be a positive number of seconds; leave it out for the"
+                    " default."
+                )
+        super().__init__(request, process_group_backend, timeout_s, peer_timeout_s)
 
     @property
     def switches(self) -> Switches:
@@ -109,6 +125,11 @@ class MCoreStrategy(LoopStrategy):
     def step_stats(self) -> StepStats | None:
         """Gradient norm and outcome of the latest optimizer step; ``None`` before the first."""
         return self._run.stats if self._run is not None else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this run that changed no parameter: fp16 overflow, or ``nonfinite="skip"``."""
+        return self._run.skipped_steps if self._run is not None else 0
 
     def build(self, model: Factory | nn.Sequential | Sequence[nn.Module]) -> Pipeline:
         """Builds this rank's part of a model; to be called in ``configure_model`` on every rank.

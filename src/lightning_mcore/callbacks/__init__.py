@@ -4,8 +4,9 @@ What enters: the Trainer and its strategy. What leaves: values given to ``log``.
 them, with equal values. None runs a collective but ``ModelSummary``, once per fit.
 """
 
+from lightning_mcore.callbacks.loss_spike import LossSpike
 from lightning_mcore.callbacks.model_summary import ModelSummary
 from lightning_mcore.callbacks.optimizer_stats import OptimizerStats
 from lightning_mcore.callbacks.throughput import Throughput
 
-__all__ = ["ModelSummary", "OptimizerStats", "Throughput"]
+__all__ = ["LossSpike", "ModelSummary", "OptimizerStats", "Throughput"]

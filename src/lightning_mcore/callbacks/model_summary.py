@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_mcore.run import count_parameters
+from lightning_mcore.build import count_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,8 @@ class OptimizerStats(Callback):
 
     ``optimizer/grad_norm`` is the global 2-norm before clipping, over all parameters of the model
     on whichever rank they live. It is left out where the step computed none. ``optimizer/skipped``
-    is 1 where a step was dropped because fp16 gradients overflowed, else 0.
+    is 1 where a step was dropped because fp16 gradients overflowed or, with ``nonfinite="skip"``,
+    held NaN or Inf, else 0; ``optimizer/skipped_steps`` counts those of the run.
 
     Cost: nothing is computed, communicated or read back from a device; the norm stays where the
     engine's step left it until a logger reads it.
@@ -64,6 +65,7 @@ class OptimizerStats(Callback):
             return
         # Tensors on the host: `log` copies a plain number to the device, which waits for it.
         pl_module.log("optimizer/skipped", torch.tensor(float(stats.skipped)))
+        pl_module.log("optimizer/skipped_steps", torch.tensor(float(stats.skipped_steps)))
         norm = stats.norm
         if norm is not None:
             if not isinstance(norm, torch.Tensor):
