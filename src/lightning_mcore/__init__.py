@@ -5,7 +5,9 @@ from lightning_mcore.errors import (
     CheckpointError,
     ConfigurationError,
     MCoreError,
+    NonFiniteError,
     NotInitializedError,
+    RankFailed,
 )
 from lightning_mcore.findings import Finding
 from lightning_mcore.layout import Layout
@@ -29,8 +31,10 @@ __all__ = [
     "MCoreError",
     "MCorePrecision",
     "MCoreStrategy",
+    "NonFiniteError",
     "NotInitializedError",
     "Pipeline",
+    "RankFailed",
     "Stage",
     "StepStats",
     "Switch",

@@ -6,13 +6,16 @@ Everything else in this package uses Lightning's public surface.
 from __future__ import annotations
 
 import inspect
+import logging
 import numbers
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,24 +32,30 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torchmetrics import Metric
 
+Around = Callable[..., Any]
+"""Called with a Trainer's entry point and its arguments, to call it."""
 
-class _Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, with variables for the processes of the run."""
+_READ_AT_CUDA_START = {"CUDA_DEVICE_MAX_CONNECTIONS"}
+
+
+class _StartingLauncher(_SubprocessScriptLauncher):
+    """Re-runs the script once per local rank, with variables and around the Trainer's work."""
 
     def __init__(
-        self,
-        environment: Any,
-        num_processes: int,
-        num_nodes: int,
-        variables: Callable[[], Mapping[str, str]],
+        self, around: Around, variables: Callable[[], Mapping[str, str]], *args: Any
     ) -> None:
-        super().__init__(environment, num_processes, num_nodes)
+        super().__init__(*args)
+        self._around = around
         self._variables = variables
+
+    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().launch(partial(self._around, function), *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
         """Starts ranks with the variables, which this process, rank zero of the node, gets too.
@@ -72,13 +81,27 @@ class _Launcher(_SubprocessScriptLauncher):
             )
 
 
-_READ_AT_CUDA_START = {"CUDA_DEVICE_MAX_CONNECTIONS"}
+class _PresentLauncher(_Launcher):
+    """Starts nothing, for processes that something else has started."""
+
+    is_interactive_compatible = True
+
+    def __init__(self, around: Around) -> None:
+        self._around = around
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return self._around(function, *args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Others look after the processes that they started."""
 
 
 def subprocess_launcher(
     environment: Any,
     num_processes: int,
     num_nodes: int,
+    *,
+    around: Around,
     variables: Callable[[], Mapping[str, str]] = dict,
 ) -> Any:
     """The launcher that re-runs the script once per local rank, as DDPStrategy uses it.
@@ -87,10 +110,32 @@ def subprocess_launcher(
         environment: Lightning's cluster environment.
         num_processes: Ranks on this node.
         num_nodes: Nodes.
+        around: Called in every rank with the Trainer's entry point and its arguments.
         variables: What to add to the ranks' environment where it is unset; asked when processes are
             about to start.
     """
-    return _Launcher(environment, num_processes, num_nodes, variables)
+    return _StartingLauncher(around, variables, environment, num_processes, num_nodes)
+
+
+def present_launcher(around: Around) -> Any:
+    """A launcher for processes that exist.
+
+    Without one, nothing of ours is around an entry point (trainer/call.py,
+    _call_and_handle_interrupt).
+    """
+    return _PresentLauncher(around)
+
+
+def has_children(launcher: Any) -> bool:
+    """Whether this process started others, one of whose ends makes Lightning kill it.
+
+    See strategies/launchers/subprocess_script.py, _ChildProcessObserver.
+    """
+    return bool(getattr(launcher, "procs", ()))
+
+
+ENTRY_POINT = "_call_and_handle_interrupt"
+"""Function of trainer/call.py that is around everything a Trainer does, clean-up included."""
 
 
 def limit_threads(num_processes: int) -> None:
@@ -181,6 +226,11 @@ def run_closure(precision: Precision, module: Any, optimizer: Any, closure: Any)
     return precision._wrap_closure(module, optimizer, closure)
 
 
+_log = logging.getLogger(__name__)
+STOP, REQUEUE = 1, 2
+"""Votes of ``AgreedSignals``."""
+
+
 class AgreedSignals:
     """Lets ranks stop for a SIGTERM together: what Lightning sees is what they agreed on.
 
@@ -195,16 +245,24 @@ class AgreedSignals:
     def __init__(self, connector: Any) -> None:
         self._connector = connector
         self.received_sigterm = False
-        """Whether all ranks know that one of them has received a SIGTERM."""
-
-    @property
-    def pending(self) -> bool:
-        """This rank's vote: whether it has received a SIGTERM itself."""
-        return bool(self._connector.received_sigterm)
+        """Whether all ranks know that one of them shall stop, and stand between two steps."""
+        self.pending = 0
+        """This rank's vote: 0 to go on, ``STOP``, or ``REQUEUE`` to stop and be queued again."""
 
     def register_signal_handlers(self) -> None:
-        """Installs Lightning's handlers."""
+        """Installs Lightning's handlers, and one for SIGUSR1 where nobody else has one."""
+        self.pending = 0
         self._connector.register_signal_handlers()
+        # None would be a handler from outside of Python, such as faulthandler's.
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            self._connector._register_signal(
+                signal.SIGUSR1, lambda signum, frame: self.note(signum, STOP)
+            )
+
+    def note(self, signum: int, vote: int) -> None:
+        """Remembers a signal for the next vote."""
+        _log.info("Received %s; stopping after this step.", signal.Signals(signum).name)
+        self.pending = max(self.pending, vote)
 
     def teardown(self) -> None:
         """Restores the handlers from before."""
@@ -215,20 +273,16 @@ class AgreedSignals:
 def agreed_signals(trainer: pl.Trainer) -> Iterator[AgreedSignals]:
     """Replaces the signal connector of this Trainer, and the vote of its training loop."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-
-    def note(signum: int, frame: Any) -> None:
-        """Notes the signal and passes it on to launched ranks, but broadcasts nothing.
-
-        Lightning's own handler broadcasts inside the signal handler (signal_connector.py,
-        _sigterm_notifier_fn), where the other ranks are in another collective.
-        """
-        launcher = trainer.strategy.launcher
-        if not connector.received_sigterm and launcher is not None:
-            launcher.kill(signum)
-        connector.received_sigterm = True
-
-    connector._sigterm_notifier_fn = note  # type: ignore[method-assign,assignment]
     signals = AgreedSignals(connector)
+    # Lightning's own handlers broadcast, or save a checkpoint, inside the signal handler
+    # (signal_connector.py, _sigterm_notifier_fn and _slurm_sigusr_handler_fn), where the other
+    # ranks are in another collective. The vote tells those, so it is not passed on to them either.
+    connector._sigterm_notifier_fn = (  # type: ignore[method-assign]
+        lambda signum, _: signals.note(int(signum), STOP)
+    )
+    connector._slurm_sigusr_handler_fn = (  # type: ignore[method-assign]
+        lambda signum, _: signals.note(int(signum), REQUEUE)
+    )
     trainer._signal_connector = signals  # type: ignore[assignment]
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -237,6 +291,7 @@ def agreed_signals(trainer: pl.Trainer) -> Iterator[AgreedSignals]:
     finally:
         trainer._signal_connector = connector
         connector.__dict__.pop("_sigterm_notifier_fn", None)
+        connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
         loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
@@ -278,6 +333,27 @@ def checkpoints_that_wait(
         for callback in callbacks:
             for name in ("_link_checkpoint", "file_exists"):
                 vars(callback).pop(name, None)
+
+
+def preemption_path(trainer: pl.Trainer) -> str:
+    """Where Lightning looks for the checkpoint of an interrupted job.
+
+    ``ckpt_path="hpc"`` loads it, which under SLURM is the default.
+    """
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def requeue_slurm_job() -> None:
+    """Asks SLURM to queue this job again, as Lightning's handler does. One rank calls it."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], check=False).returncode == 0
+    except OSError:
+        done = False
+    if not done:
+        _log.warning("`scontrol requeue %s` failed; submit the job again.", job)
 
 
 def hold_step_schedulers(configs: Sequence[LRSchedulerConfig]) -> Callable[[], None]:

@@ -31,7 +31,13 @@ from torch import nn
 from lightning_mcore import optimizer_state, state_dict
 from lightning_mcore._mcore import checkpointing as engine
 from lightning_mcore.agreement import CheckpointGroups, Steps
-from lightning_mcore.checkpoint_files import LIGHTNING_FILE, SIZES, is_checkpoint, read_manifest
+from lightning_mcore.checkpoint_files import (
+    LIGHTNING_FILE,
+    SIZES,
+    cause,
+    is_checkpoint,
+    read_manifest,
+)
 from lightning_mcore.checkpoint_save import PendingSave, TrainState, save_checkpoint, start_save
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.layout import Layout
@@ -191,4 +197,8 @@ def _load_pickle(file: Path, weights_only: bool) -> dict[str, Any]:
             " without running code from the file; if you trust it, name the type to"
             " torch.serialization.add_safe_globals."
         ) from error
+    except Exception as error:  # As many kinds as there are ways to damage a file.
+        raise CheckpointError(f"`{file.name}` cannot be read: {cause(error)}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"`{file.name}` holds a {type(loaded).__name__}, not a dict")
     return loaded

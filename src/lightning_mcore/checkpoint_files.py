@@ -69,26 +69,29 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(f"`{path}` is what an unfinished save left; load another checkpoint.")
     try:
         manifest = _parse(path)
-    except (OSError, ValueError, KeyError) as error:
+        versions = {**manifest["versions"]}
+        version = int(manifest["version"])
+        files = {Path(name): int(size) for name, size in manifest["files"].items()}
+        if any(name.is_absolute() or ".." in name.parts for name in files):
+            raise ValueError("it names files outside its directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"`{path}` is not a checkpoint of lightning-mcore, which is a directory with"
             f" `{MANIFEST_FILE}` ({cause(error)})."
         ) from error
-    if manifest["version"] > FORMAT_VERSION:
+    if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"`{path}` has format version {manifest['version']}, newer than {FORMAT_VERSION};"
-            f" install lightning-mcore {manifest['versions'].get('lightning-mcore')} or later."
+            f"`{path}` has format version {version}, newer than {FORMAT_VERSION};"
+            f" install lightning-mcore {versions.get('lightning-mcore')} or later."
         )
     wrong = [
-        text
-        for name, size in manifest["files"].items()
-        if (text := _wrong_file(path / name, size)) is not None
+        text for name, size in files.items() if (text := _wrong_file(path / name, size)) is not None
     ]
     if wrong:
         raise CheckpointError(
             f"`{path}` is incomplete: {', '.join(wrong[:8])}"
             f"{f' and {len(wrong) - 8} more' if len(wrong) > 8 else ''}; copy it again with all"
-            f" {len(manifest['files'])} files, hidden ones too, or load another checkpoint."
+            f" {len(files)} files, hidden ones too, or load another checkpoint."
         )
     return manifest
 

@@ -7,6 +7,7 @@ end of training. What would take away older checkpoints, or name the new one, wa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -29,9 +30,14 @@ class CheckpointStrategy(LayoutStrategy):
     """Saves and loads checkpoints that are directories of shards, on all ranks together."""
 
     def __init__(
-        self, process_group_backend: str | None, timeout_s: float, *, async_save: bool
+        self,
+        process_group_backend: str | None,
+        timeout_s: float,
+        peer_timeout_s: float,
+        *,
+        async_save: bool,
     ) -> None:
-        super().__init__(process_group_backend, timeout_s)
+        super().__init__(process_group_backend, timeout_s, peer_timeout_s)
         self._async_save = async_save
         self._training = False
         self._pending: PendingSave | None = None
@@ -106,11 +112,12 @@ class CheckpointStrategy(LayoutStrategy):
         self.finish_save()
         run = self._model_run
         with_optimizer = bool(checkpoint.get("optimizer_states"))
-        with self._engine_context():
+        with self._engine_context(), self._progress.during("saving a checkpoint"):
+            path = self.broadcast(str(filepath))
             run.gather_parameters()
             run.share_buffers()
             pending = start_save(
-                Path(self.broadcast(str(filepath))),
+                Path(path),
                 self._train_state(with_optimizer),
                 checkpoint,
                 layout=self.layout,
@@ -127,6 +134,8 @@ class CheckpointStrategy(LayoutStrategy):
             self._pending = pending
         else:
             pending.commit()
+        if with_optimizer:
+            self._progress.checkpoints.append(os.path.abspath(path))
 
     def finish_save(self) -> None:
         """Waits for a save in the background and completes it. Every rank calls it.
@@ -194,16 +203,19 @@ class CheckpointStrategy(LayoutStrategy):
         run = self._model_run
         fitting = run.optimizer is not None
         state = self._train_state(fitting)
-        loaded = load_checkpoint(
-            Path(self.broadcast(str(checkpoint_path))),
-            state,
-            load_optimizer=fitting,
-            strict=self.lightning_module.strict_loading,
-            layout=self.layout,
-            groups=self.groups,
-            weights_only=weights_only,
-        )
+        path = self.broadcast(str(checkpoint_path))
+        with self._progress.during("loading a checkpoint"):
+            loaded = load_checkpoint(
+                Path(path),
+                state,
+                load_optimizer=fitting,
+                strict=self.lightning_module.strict_loading,
+                layout=self.layout,
+                groups=self.groups,
+                weights_only=weights_only,
+            )
         if fitting:
+            self._progress.checkpoints.append(os.path.abspath(path))
             run.load_rank_state(state.extra)
             for optimizer, saved in zip(
                 self.optimizers, loaded.get("optimizer_states", []), strict=False

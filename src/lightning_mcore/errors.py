@@ -9,6 +9,8 @@ know nothing about this package still catch it)::
                 SequenceParallelRefused     a layer cannot run with it
             CheckpointError             a checkpoint that cannot be used        [RuntimeError]
             NotInitializedError         something was used before it was built  [RuntimeError]
+            NonFiniteError              NaN or Inf in a gradient                [ArithmeticError]
+            RankFailed                  another rank failed, or all hang        [RuntimeError]
 
 A message states the relation that was broken, the values that broke it, and a way out, in that
 order::
@@ -22,7 +24,9 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "MCoreError",
+    "NonFiniteError",
     "NotInitializedError",
+    "RankFailed",
     "SequenceParallelRefused",
 ]
 
@@ -48,3 +52,20 @@ class CheckpointError(MCoreError, RuntimeError):
 
 class NotInitializedError(MCoreError, RuntimeError):
     """Process groups, the model or the optimizer were used before they were built."""
+
+
+class NonFiniteError(MCoreError, ArithmeticError):
+    """A gradient holds NaN or Inf; no parameter was changed. Every rank raises it alike."""
+
+
+class RankFailed(MCoreError, RuntimeError):
+    """This rank cannot go on because another one failed, or because the run hangs.
+
+    The message has the original rank's traceback (or what is known of its death) first, and ends
+    with the last completed step and the checkpoint to resume from.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that failed first; for a hang, the one that noticed it."""

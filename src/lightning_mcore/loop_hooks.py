@@ -44,6 +44,7 @@ from lightning_mcore.prepare import (
     prepare_run,
     resolve_before_groups,
 )
+from lightning_mcore.processes import MARGIN_S
 from lightning_mcore.run import ModelRun
 from lightning_mcore.switches import Switches
 from lightning_mcore.userbuffers_plan import UserbuffersPlan
@@ -53,9 +54,15 @@ class LoopStrategy(CheckpointStrategy):
     """Starts, drives and ends runs of the engine for the loops of a Trainer."""
 
     def __init__(
-        self, request: Request, process_group_backend: str | None, timeout_s: float
+        self,
+        request: Request,
+        process_group_backend: str | None,
+        timeout_s: float,
+        peer_timeout_s: float,
     ) -> None:
-        super().__init__(process_group_backend, timeout_s, async_save=request.async_save)
+        super().__init__(
+            process_group_backend, timeout_s, peer_timeout_s, async_save=request.async_save
+        )
         self._request = request
         self._layout: Layout | None = None
         self._switches: Switches | None = None
@@ -100,12 +107,13 @@ class LoopStrategy(CheckpointStrategy):
         self._state = init_parallel_state(
             self.layout,
             device=self.root_device,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s + MARGIN_S,
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
         )
         if self._userbuffers is not None:
             start_userbuffers(self._userbuffers)
+        self._start_monitor(self._state)
 
     def _resolve(self, rank: int) -> Resolved:
         """What is known, and to be refused, before processes are started.
@@ -172,6 +180,7 @@ class LoopStrategy(CheckpointStrategy):
             self._parallel_state,
             self.precision_plugin,
             self.root_device,
+            self._progress,
             make_optimizer=(
                 partial(self._make_optimizer, trainer)
                 if trainer.state.fn == TrainerFn.FITTING
@@ -218,6 +227,7 @@ class LoopStrategy(CheckpointStrategy):
             check_same_batch(batch, self._parallel_state)
             self._checked_batch = True
         step = self.lightning_module.training_step
+        self._progress.step = self.lightning_module.trainer.global_step
         return self._model_run.train_step(
             lambda microbatch: step(microbatch, *rest, **kwargs),
             batch,
@@ -241,6 +251,7 @@ class LoopStrategy(CheckpointStrategy):
 
     def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.lightning_module, name)
+        self._progress.enter(name)
         return self._model_run.evaluation_step(
             lambda microbatch: step(microbatch, *args, **kwargs), batch
         )
@@ -274,7 +285,11 @@ class LoopStrategy(CheckpointStrategy):
             # Finding no gradients on the parameters (they are in the engine's buffers), the user's
             # optimizer runs the closure and changes nothing.
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if run.optimizer_step().skipped:
+        with self._progress.during("the optimizer step"):
+            skipped = run.optimizer_step().skipped
+        self._progress.step += 1
+        self._progress.enter("between steps (data, callbacks)")
+        if skipped:
             # As with torch.amp: a schedule counts steps that changed parameters.
             self._release_schedulers = _lightning.hold_step_schedulers(self.lr_scheduler_configs)
         return result
@@ -294,6 +309,26 @@ class LoopStrategy(CheckpointStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._model_run.set_hooks(False)
+
+    @override
+    def _save_before_exit(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or self._model_run.optimizer is None:
+            return
+        if trainer.sanity_checking or trainer.global_step == 0:
+            return
+        if not trainer.checkpoint_callbacks and not self._model_run.requeue_wanted:
+            # Trainer(enable_checkpointing=False) wants no files; a job that is requeued needs one.
+            return
+        path = self.broadcast(_lightning.preemption_path(trainer))
+        trainer.save_checkpoint(path)
+        rank_zero_info(
+            f"Stopped for a signal after step {trainer.global_step}; resume with"
+            f' ckpt_path="hpc" (under SLURM by itself) or ckpt_path={path!r}.'
+        )
+        if self._model_run.requeue_wanted and self.is_global_zero:
+            _lightning.requeue_slurm_job()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -319,11 +354,12 @@ class LoopStrategy(CheckpointStrategy):
         finally:
             self._failed = False
             self._exits.close()
+            self._stop_monitor()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles what the user asked for, not the processes and models of a run."""
-        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_pending"))
+        fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_pending", "_monitor"))
         return {**super().__getstate__(), **fresh, "_exits": ExitStack()}

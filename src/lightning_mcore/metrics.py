@@ -78,3 +78,26 @@ def batch_value(metric: Metric) -> Tensor | None:
 def set_batch_value(metric: Metric, value: Tensor | None) -> None:
     """Gives the metric of a rank without updates the value that the last stage has."""
     metric._forward_cache = value
+
+
+class MetricPaths:
+    """Attribute paths of metrics in a module; remembers them, since large models have many modules.
+
+    Args:
+        module: In which metrics are attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[int, tuple[str, nn.Module]] = {}
+
+    def __call__(self, metric: nn.Module) -> str:
+        """Path of a metric; empty if it is no attribute, which Lightning's own check explains."""
+        known = self._known.get(id(metric))
+        if known is not None and known[1] is metric:
+            return known[0]
+        for path, candidate in self._module.named_modules():
+            if candidate is metric:
+                self._known[id(metric)] = str(path), metric
+                return str(path)
+        return ""

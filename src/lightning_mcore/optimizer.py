@@ -8,7 +8,8 @@ learning rate, betas and weight decay from them before every step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,9 @@ class StepStats:
     num_zeros: int | None
     """Zero gradient entries, where the engine was asked to count them."""
     skipped: bool
-    """Whether gradients overflowed in fp16, so that no parameter changed."""
+    """Whether no parameter changed: fp16 gradients overflowed, or ``nonfinite="skip"`` acted."""
+    skipped_steps: int = 0
+    """Steps of the run so far, this one included, that changed no parameter."""
     loss_scale: float | Tensor | None = None
     """Factor on the loss in this step's backward pass, in fp16; on a GPU a tensor there."""
 
@@ -62,6 +65,14 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     return "sgd" if type(optimizer) is torch.optim.SGD else "other"
 
 
+class _SkipStep(Exception):
+    """Leaves the engine's step before it changes anything."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(norm)
+        self.norm = norm
+
+
 class EngineOptimizer:
     """The engine's optimizer, driven by the user's torch optimizer.
 
@@ -71,6 +82,10 @@ class EngineOptimizer:
         fields: Fields of the engine's OptimizerConfig.
         names: Parameter names by id, for messages.
         tensor_parallel: Ranks that share a parameter.
+
+    Attributes:
+        on_nonfinite: Called on all ranks with a gradient norm that is not finite, before anything
+            changes; returns whether to go on with the step.
 
     Raises:
         ConfigurationError: If a trainable parameter is in no group of the optimizer.
@@ -98,6 +113,11 @@ class EngineOptimizer:
             if self.kind == "other"
             else engine.build_optimizer(config, chunks, groups)
         )
+        self.on_nonfinite: Callable[[float], bool] = lambda norm: True
+        self._measure_norm = self.engine.get_grad_norm
+        # Between this call and the first change of a parameter the engine calls nothing of ours
+        # (optimizer.py, ChainedOptimizer.step).
+        self.engine.get_grad_norm = self._checked_norm
         self._config = config
         self._low_precision = config.params_dtype != torch.float32 and not (
             config.bf16 or config.fp16
@@ -122,7 +142,10 @@ class EngineOptimizer:
         Args:
             clipping: Of this step.
         """
-        norm_before = self._clip_low_precision(clipping.norm) if self._low_precision else None
+        try:
+            norm_before = self._clip_low_precision(clipping.norm) if self._low_precision else None
+        except _SkipStep as skip:
+            return StepStats(norm=skip.norm, num_zeros=None, skipped=True)
         self._config.clip_grad = 0.0 if self._low_precision else clipping.norm
         if clipping.value > 0.0:
             engine.clamp_gradients(self._chunks, clipping.value * self._loss_scale())
@@ -130,7 +153,10 @@ class EngineOptimizer:
             self._copy_settings()
         # Before the step, which changes it: a new tensor then, so this one stays as it is.
         loss_scale = self.engine.get_loss_scale() if self._config.fp16 else None
-        successful, grad_norm, num_zeros = self.engine.step()
+        try:
+            successful, grad_norm, num_zeros = self.engine.step()
+        except _SkipStep as skip:
+            return StepStats(norm=skip.norm, num_zeros=None, skipped=True)
         grad_norm = grad_norm if norm_before is None else norm_before
         return StepStats(
             norm=grad_norm,
@@ -138,6 +164,17 @@ class EngineOptimizer:
             skipped=not successful,
             loss_scale=loss_scale,
         )
+
+    def _checked_norm(self) -> Any:
+        """The engine's gradient norm, which every rank holds alike.
+
+        It is a number but for engines with TransformerEngine's tensor kernels, where it is read
+        here too: a later look would come after the parameters had changed.
+        """
+        norm = self._measure_norm()
+        if not math.isfinite(norm) and not self.on_nonfinite(float(norm)):
+            raise _SkipStep(float(norm))
+        return norm
 
     def _clip_low_precision(self, limit: float) -> float | None:
         """Clips bf16 gradients, which the engine's clip_grads.py refuses; returns their norm."""

@@ -135,8 +135,9 @@ def _destroy_live(*, graceful: bool) -> None:
                 # A group that is not known any more has been destroyed by the engine or by others.
                 with suppress(ValueError):
                     dist.destroy_process_group(group)
-    # Chunks and groups refer to each other; until collected they keep gloo's threads alive.
-    gc.collect()
+    if groups:
+        # Chunks and groups refer to each other; until collected they keep gloo's threads alive.
+        gc.collect()
 
 
 def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:

@@ -54,5 +54,5 @@ def load_pickle(path: Path) -> Any:
             " if you trust it, name the type to torch.serialization.add_safe_globals, or save its"
             " state_dict alone."
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except Exception as error:  # As many kinds as there are ways to damage a file.
         raise CheckpointError(f"`{path}` cannot be read: {cause(error)}.") from error

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
-import yaml
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -38,11 +37,12 @@ from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.experts import ExpertRequest, check_expert_config, choose_experts
 from lightning_mcore.findings import raise_errors
 from lightning_mcore.layout import Layout, resolve_layout
+from lightning_mcore.nonfinite import NonFinite
 from lightning_mcore.optimizer import build_training, optimizer_kind
 from lightning_mcore.parallel_state import ParallelState
 from lightning_mcore.plain import init_weights
 from lightning_mcore.precision import MCorePrecision
-from lightning_mcore.run import ModelRun, trainable_names, wrap_chunks
+from lightning_mcore.run import ModelRun
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.state_dict import state_beside
 from lightning_mcore.switches import (
@@ -58,6 +58,8 @@ from lightning_mcore.topology import Topology
 from lightning_mcore.topology_probe import FOUND, probe_topology
 from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import installed_version
+from lightning_mcore.watch.progress import Progress
+from lightning_mcore.wrapping import trainable_names, wrap_chunks
 
 # WeightAveraging came with Lightning 2.6.
 _AVERAGING_CALLBACKS = tuple(
@@ -89,11 +91,18 @@ class Request:
     """Tokens per sample, where the model call does not show them."""
     per_token_loss: bool = False
     """Whether steps return a mean loss together with the number of tokens behind it."""
+    nonfinite: NonFinite = "error"
+    """What to do about NaN or Inf in a gradient."""
     torch_norms_only: bool = False
     """Found while building: the model's norms refuse sequence parallelism."""
 
     def __post_init__(self) -> None:
         """Refuses fields that are set elsewhere."""
+        if self.nonfinite not in get_args(NonFinite):
+            raise ConfigurationError(
+                f"`nonfinite` ({self.nonfinite!r}) must be one of {list(get_args(NonFinite))}; use"
+                " nonfinite='error' to stop before a parameter changes."
+            )
         ddp, optimizer = self.switches.ddp, self.switches.optimizer
         check_ddp_fields(ddp)
         check_optimizer_fields(optimizer)
@@ -146,31 +155,6 @@ class Request:
             topology=self.topology,
             environment={k: v for k, v in os.environ.items() if k.startswith(_READ_BY_LIBRARIES)},
         )
-
-
-def communicator_settings(given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """NCCL settings by group, read from a YAML file where a path is given.
-
-    Raises:
-        ConfigurationError: If there is no such file, or it holds no mapping.
-    """
-    if given is None:
-        return {}
-    if not isinstance(given, (str, Path)):
-        return given
-    try:
-        read = yaml.safe_load(Path(given).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(
-            f"`nccl_communicators` ({str(given)!r}) must be a readable YAML file: {error}; use"
-            " {'dp_cp': {'max_ctas': 16}}, for example."
-        ) from error
-    if not isinstance(read, Mapping):
-        raise ConfigurationError(
-            f"`nccl_communicators` ({str(given)!r}) must hold a mapping from process group to"
-            f" settings, but holds {type(read).__name__}; use dp_cp: {{max_ctas: 16}}."
-        )
-    return read
 
 
 def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -306,6 +290,7 @@ def prepare_run(
     state: ParallelState,
     precision: MCorePrecision,
     device: torch.device,
+    progress: Progress,
     *,
     make_optimizer: Callable[[], torch.optim.Optimizer] | None,
     userbuffers: UserbuffersPlan | None = None,
@@ -318,6 +303,7 @@ def prepare_run(
         state: Layout and groups.
         precision: Dtypes.
         device: Of this rank.
+        progress: Where this rank notes how far it is.
         make_optimizer: Runs the user's ``configure_optimizers``; ``None`` when not fitting.
         userbuffers: Those that were started.
 
@@ -393,5 +379,7 @@ def prepare_run(
         per_token_loss=request.per_token_loss,
         userbuffers=userbuffers,
         optimizer=optimizer,
+        progress=progress,
+        nonfinite=request.nonfinite,
     )
     return run, facts

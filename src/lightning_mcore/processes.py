@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore.layout import Layout
-from lightning_mcore.parallel_state import Groups
+from lightning_mcore.nonfinite import coordinates
+from lightning_mcore.parallel_state import Groups, ParallelState
 from lightning_mcore.step_log import ALREADY_REDUCED
+from lightning_mcore.watch.monitor import Monitor
+from lightning_mcore.watch.progress import Progress
+from lightning_mcore.watch.stacks import is_inside
+from lightning_mcore.watch.start import start_monitor
+
+MARGIN_S = 60.0
+"""By how much collectives may outlast ``timeout_s``: the watchdog has more to say than they."""
 
 
 class LayoutStrategy(ParallelStrategy):
@@ -24,10 +36,15 @@ class LayoutStrategy(ParallelStrategy):
     would count them several times.
     """
 
-    def __init__(self, process_group_backend: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, process_group_backend: str | None, timeout_s: float, peer_timeout_s: float
+    ) -> None:
         super().__init__()
         self._backend = process_group_backend
         self._timeout_s = timeout_s
+        self._peer_timeout_s = peer_timeout_s
+        self._progress = Progress()
+        self._monitor: Monitor | None = None
         self.num_nodes = 1
 
     @property
@@ -69,17 +86,64 @@ class LayoutStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = _lightning.present_launcher(self._run_watched)
+        else:
             self._launcher = _lightning.subprocess_launcher(
                 self.cluster_environment,
                 self.num_processes,
                 self.num_nodes,
-                self._launch_variables,
+                around=self._run_watched,
+                variables=self._launch_variables,
             )
 
     def _launch_variables(self) -> Mapping[str, str]:
         """Environment variables for the processes that Lightning starts, where they are unset."""
         return {}
+
+    def _run_watched(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a Trainer's entry point; an error becomes that of the rank which caused it."""
+        try:
+            return self._run_until_signal(function, *args, **kwargs)
+        except SIGTERMException:
+            # All ranks agreed on it; it is nobody's failure.
+            raise
+        except BaseException as error:
+            found = error if self._monitor is None else self._monitor.judge(error)
+            if found is error:
+                raise
+            # Of a failed collective there is nothing to see but where this rank waited.
+            raise found from None
+
+    def _run_until_signal(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except SIGTERMException:
+            self._save_before_exit()
+            raise
+
+    def _save_before_exit(self) -> None:
+        """Called on all ranks when they stop for a signal."""
+
+    def _start_monitor(self, state: ParallelState) -> None:
+        """Starts watching other ranks. Collective over the world."""
+        assert self.cluster_environment is not None
+        self._progress = Progress()
+        self._monitor = start_monitor(
+            self.cluster_environment.main_address,
+            where=f"{coordinates(state)}; host {socket.gethostname()}, process {os.getpid()}",
+            progress=self._progress,
+            groups={name: getattr(state.groups, name) for name in state.groups.__slots__},
+            lost_after_s=self._peer_timeout_s,
+            hang_after_s=self._timeout_s,
+            is_running=partial(is_inside, function=_lightning.ENTRY_POINT),
+            print_at_once=_lightning.has_children(self._launcher),
+        )
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment this process's place (called by Lightning)."""
@@ -94,7 +158,10 @@ class LayoutStrategy(ParallelStrategy):
         """Creates the default process group. Every rank calls it."""
         assert self.cluster_environment is not None
         self._backend = _lightning.init_world(
-            self.cluster_environment, self.root_device, self._backend, self._timeout_s
+            self.cluster_environment,
+            self.root_device,
+            self._backend,
+            self._timeout_s + MARGIN_S,
         )
 
     @override

@@ -6,15 +6,15 @@ Every rank of the world calls every method.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -23,12 +23,13 @@ from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.context import SequenceShard, gather_sequences, sequence_length
 from lightning_mcore.environment import environment_text
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.errors import ConfigurationError, NonFiniteError
 from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
 from lightning_mcore.header import Batch, format_header
 from lightning_mcore.loaders import RandomState, ResumableLoader, restores_order, saves_position
-from lightning_mcore.metrics import set_batch_value
+from lightning_mcore.metrics import MetricPaths, set_batch_value
+from lightning_mcore.nonfinite import NonFinite, report
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
 from lightning_mcore.outputs import from_last_stage, merge_outputs
 from lightning_mcore.parallel_state import ParallelState, count_parameters
@@ -40,6 +41,7 @@ from lightning_mcore.step_log import ALREADY_REDUCED, LOSS, LogExchange, StepLog
 from lightning_mcore.switches import Facts, Switches
 from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import package_versions
+from lightning_mcore.watch.progress import Progress
 
 _SEEDS_PER_RUN = 7919
 """Keeps the chunks' streams of stages away from each other and from those of the engine."""
@@ -75,17 +77,23 @@ class ModelRun:
     """Random streams of chunks and steps, where the model has several stages."""
     signals: _lightning.AgreedSignals | None = None
     """Through which ranks stop together for a SIGTERM."""
+    progress: Progress = field(default_factory=Progress)
+    nonfinite: NonFinite = "error"
+    skipped_steps: int = 0
+    """Optimizer steps that changed no parameter."""
+    requeue_wanted: bool = False
+    """Whether ranks stop to be queued again."""
     epoch_start: RandomState | None = None
     """From a checkpoint, for the training loader that continues its epoch."""
     _train_loaders: list[ResumableLoader] = field(default_factory=list)
     _shard: SequenceShard = field(init=False)
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
-    _metric_paths: dict[int, tuple[str, nn.Module]] = field(default_factory=dict)
-    """Attribute paths by id: a large model has thousands of modules to walk through."""
+    _metric_paths: MetricPaths = field(init=False)
     _regular_batch_size: int | None = None
     _starts_accumulation: bool = True
     _skips_step: bool = False
+    _losses: list[Tensor] = field(default_factory=list)
     _parameters: list[nn.Parameter] = field(default_factory=list)
     _num_trainable: int = 0
     _hooks_wanted: bool = False
@@ -100,14 +108,11 @@ class ModelRun:
             self.randomness = StepRandomness(
                 self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank)
             )
+        self._metric_paths = MetricPaths(self.module)
         self._parameters = [param for chunk in self.inner for param in chunk.parameters()]
         self._num_trainable = sum(param.requires_grad for param in self._parameters)
-        self._shard = SequenceShard(
-            layout.cp,
-            layout.cp_rank,
-            self.seq_length,
-            getattr(self.module, "shard_batch", None),
-        )
+        shard_batch = getattr(self.module, "shard_batch", None)
+        self._shard = SequenceShard(layout.cp, layout.cp_rank, self.seq_length, shard_batch)
         self._runner = StepRunner(
             self.pipeline,
             self.chunks,
@@ -119,7 +124,10 @@ class ModelRun:
             shard=self._shard,
             per_token_loss=self.per_token_loss,
             check_shape=self.userbuffers.check_microbatch if self.userbuffers else None,
+            progress=self.progress,
         )
+        if self.optimizer is not None:
+            self.optimizer.on_nonfinite = self._on_nonfinite
         self._exchange = LogExchange(
             self.state.groups.world_cpu,
             is_source=layout.is_last_stage and layout.tp_rank == 0,
@@ -146,6 +154,7 @@ class ModelRun:
         """
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
         if self._starts_accumulation:
+            self._losses = []
             self._check_trainable()
             self.optimizer.zero_grad()
         layout = self.state.layout
@@ -160,7 +169,8 @@ class ModelRun:
         )
         samples = batch_size(batch)
         self._regular_batch_size = max(samples, self._regular_batch_size or 0)
-        log = StepLog(self._metric_path)
+        log = StepLog(self._metric_paths)
+        self.progress.enter("training_step")
         with _lightning.capture_logs(self.module, log.log):
             outputs = self._runner.train(
                 step,
@@ -173,7 +183,8 @@ class ModelRun:
             )
         # As Lightning's closure does: what is left if the user then does not step is cleared.
         self._starts_accumulation = sync
-        loss = self._emit(log)
+        loss = self._emit(log, may_stop=sync)
+        self._losses += log.losses()
         self._skips_step = loss is None
         if loss is None:
             return None
@@ -195,10 +206,10 @@ class ModelRun:
             interleaved=layout.vpp is not None,
             split=getattr(self.module, "split_batch", None),
         )
-        log = StepLog(self._metric_path)
+        log = StepLog(self._metric_paths)
         with _lightning.capture_logs(self.module, log.log):
             outputs = self._runner.evaluate(step, runs, log)
-        self._emit(log)
+        self._emit(log, may_stop=True)
         return merge_outputs(outputs, per_token_loss=self.per_token_loss)
 
     def to_all_stages(self, output: Any) -> Any:
@@ -234,6 +245,8 @@ class ModelRun:
             return self.stats
         self.stats = self.optimizer.step(self.precision.clipping)
         self.precision.clipping = Clipping()
+        self.skipped_steps += self.stats.skipped
+        self.stats = replace(self.stats, skipped_steps=self.skipped_steps)
         if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
             # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks
             # have fired once, the order of parameters is not known.
@@ -328,23 +341,32 @@ class ModelRun:
             findings=self.findings,
         )
 
-    def _metric_path(self, metric: nn.Module) -> str:
-        known = self._metric_paths.get(id(metric))
-        if known is not None and known[1] is metric:
-            return known[0]
-        for path, candidate in self.module.named_modules():
-            if candidate is metric:
-                self._metric_paths[id(metric)] = str(path), metric
-                return str(path)
-        # Lightning's own check explains how to register the metric.
-        return ""
+    def _on_nonfinite(self, norm: float) -> bool:
+        """Acts on a gradient norm that is not finite; returns whether to step all the same."""
+        found = report(self.inner, self._losses, self.state, norm)
+        if self.nonfinite == "error":
+            raise NonFiniteError(
+                f"{found} No parameter was changed; use nonfinite='skip' to leave such steps out,"
+                " or look at the data, the learning rate and Trainer(detect_anomaly=True)."
+            )
+        done = "Step left out." if self.nonfinite == "skip" else "Going on all the same."
+        rank_zero_warn(f"{found} {done}")
+        return self.nonfinite == "warn"
 
-    def _emit(self, log: StepLog) -> Tensor | None:
-        """Logs what all ranks agreed on through Lightning; returns the loss."""
+    def _emit(self, log: StepLog, *, may_stop: bool) -> Tensor | None:
+        """Logs what all ranks agreed on through Lightning; returns the loss.
+
+        Args:
+            log: Of this rank.
+            may_stop: Whether a checkpoint taken after this step is complete; not in the middle of
+                an accumulation.
+        """
         loss = None
-        logs = self._exchange(log, want_stop=self.signals is not None and self.signals.pending)
-        if self.signals is not None and self._exchange.stop_wanted:
+        with self.progress.during("the exchange of logs"):
+            logs = self._exchange(log, want_stop=self.signals.pending if self.signals else 0)
+        if self.signals is not None and self._exchange.stop_wanted and may_stop:
             self.signals.received_sigterm = True
+            self.requeue_wanted = self._exchange.stop_wanted == _lightning.REQUEUE
         for logged in logs:
             if logged.key.name == LOSS:
                 loss = logged.value
@@ -366,31 +388,6 @@ class ModelRun:
                 **settings,
             )
         return loss
-
-
-def wrap_chunks(
-    inner: Sequence[nn.Module],
-    pipeline: Pipeline | None,
-    precision: MCorePrecision,
-) -> tuple[list[nn.Module], Any]:
-    """Converts chunks to model precision; returns them with a copy of their config.
-
-    The copy is what the engine's DDP and schedule change, so that the user's config stays as it is.
-    """
-    config = copy.copy(inner[0].config)
-    if pipeline is not None and not pipeline.native:
-        return [engine.to_model_precision(chunk, config) for chunk in inner], config
-    return [precision.convert_native(chunk) for chunk in inner], config
-
-
-def trainable_names(chunks: Sequence[nn.Module]) -> dict[int, str]:
-    """Names of trainable parameters by id."""
-    return {
-        id(param): f"chunk {index}: {name}" if len(chunks) > 1 else name
-        for index, chunk in enumerate(chunks)
-        for name, param in chunk.named_parameters()
-        if param.requires_grad
-    }
 
 
 def _position(trainer: pl.Trainer) -> int:

@@ -26,6 +26,7 @@ from lightning_mcore.ranges import ScheduleRanges, profiling
 from lightning_mcore.stage import Pipeline, StageEnd, run_chunk
 from lightning_mcore.step_log import StepLog
 from lightning_mcore.step_output import NUM_TOKENS, check_tokens_wanted, loss_of, tokens_of
+from lightning_mcore.watch.progress import Progress
 
 StepFunction = Callable[[Any], Any]
 """Runs the user's step on one microbatch."""
@@ -55,6 +56,7 @@ class StepRunner:
         per_token_loss: Whether the step returns a mean loss with its number of tokens, by which
             microbatches, shards and ranks are weighted.
         check_shape: Called with the sequence length and size of each new shape of microbatch.
+        progress: Where each microbatch is noted.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class StepRunner:
         shard: SequenceShard | None = None,
         per_token_loss: bool = False,
         check_shape: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self._randomness = randomness
         self._plans_layers = plans_layers
         self._shard = shard or SequenceShard(cp=1, cp_rank=0)
@@ -209,6 +213,7 @@ class StepRunner:
             iterator: Any, chunk: nn.Module, return_schedule_plan: bool = False
         ) -> tuple[Any, Any]:
             index, microbatch = next(iterator)
+            self._progress.enter(self._progress.phase, index)
             if return_schedule_plan:
                 return self._plan(step, chunk, index, microbatch, log, on_last)
             if self._randomness is not None:

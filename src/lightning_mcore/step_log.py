@@ -196,6 +196,11 @@ class StepLog:
         else:
             self._pending.append((key, _as_scalar(key.name, value)))
 
+    def losses(self) -> list[Tensor]:
+        """Losses of this rank's microbatches."""
+        entry = self.entries.get(LogKey(LOSS, "mean"), _NOTHING)
+        return [value for values in entry.values.values() for value in values]
+
     def add_loss(self, loss: Tensor, weight: int | Tensor) -> None:
         """Adds one microbatch's loss, weighted by its samples or (0-dim) its tokens."""
         key = LogKey(LOSS, "mean")
@@ -229,15 +234,15 @@ class LogExchange:
         self._latest: tuple[LogKey, ...] | None = None
         self._guess: tuple[LogKey, ...] | None = None
         """Keys of the last two steps, if they were the same; alike on every rank."""
-        self.stop_wanted = False
-        """Whether any rank wanted to stop at the latest exchange; alike on every rank."""
+        self.stop_wanted = 0
+        """The highest vote at the latest exchange; alike on every rank."""
 
-    def __call__(self, log: StepLog, *, want_stop: bool = False) -> list[Logged]:
+    def __call__(self, log: StepLog, *, want_stop: int = 0) -> list[Logged]:
         """Reduces ``log`` over the world; every rank calls it after each step's schedule.
 
         Args:
             log: Of this rank.
-            want_stop: This rank's vote for ``stop_wanted``.
+            want_stop: This rank's vote for ``stop_wanted``, 0 to go on.
         """
         entries = log.entries if self._is_source else {}
         mine = tuple(entries)
@@ -256,7 +261,7 @@ class LogExchange:
         assert vote is not None, "every rank is a member of the world"
         vote.wait()
         highest, negated, stop = votes.tolist()
-        self.stop_wanted = bool(stop)
+        self.stop_wanted = stop
         keys = self._agree(mine, highest, -negated)
         if keys != guess:
             logged = self._reduce(keys, entries)

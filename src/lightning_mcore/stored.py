@@ -21,40 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_mcore.checkpoint_files import LIGHTNING_FILE, read_manifest
+from lightning_mcore.checkpoint_files import LIGHTNING_FILE, cause, read_manifest
 from lightning_mcore.errors import CheckpointError
+from lightning_mcore.index_file import INDEX_FILE, read_index
 from lightning_mcore.state_dict import EXTRA_PREFIX, OPTIMIZER_PREFIX, RNG_PREFIX
-
-INDEX_FILE = ".metadata"
-
-_ALLOWED_NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("collections", "OrderedDict"),
-}
-_ALLOWED_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = None
-        if module in _ALLOWED_MODULES and "." not in name:
-            found = super().find_class(module, name)
-            if not (isinstance(found, type) and found.__module__ == module):
-                found = None
-        elif (module, name) in _ALLOWED_NAMES:
-            found = super().find_class(module, name)
-        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
-        return found
 
 
 class StoredCheckpoint:
@@ -71,15 +41,19 @@ class StoredCheckpoint:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         try:
-            with open(self.path / INDEX_FILE, "rb") as file:
-                index = _IndexUnpickler(file).load()
-            self._entries: Mapping[str, Any] = index.state_dict_metadata
-            self._places: Mapping[MetadataIndex, Any] = index.storage_data
-        except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+            index = read_index(self.path)
+        except ValueError as error:
             raise CheckpointError(
                 f"The index `{self.path / INDEX_FILE}` cannot be read: {error}."
             ) from error
-        self._check_places()
+        self._entries: Mapping[str, Any] = index.state_dict_metadata
+        self._places: Mapping[MetadataIndex, Any] = index.storage_data
+        try:
+            self._check_places()
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The index `{self.path / INDEX_FILE}` is damaged: {cause(error)}."
+            ) from error
 
     def _check_places(self) -> None:
         files = self.manifest["files"]
@@ -87,7 +61,9 @@ class StoredCheckpoint:
             f"`{key.fqn}` lies at bytes {place.offset} to {place.offset + place.length} of"
             f" `{place.relative_path}`, which has {files.get(place.relative_path, 'none')}"
             for key, place in self._places.items()
-            if place.offset + place.length > files.get(place.relative_path, -1)
+            if place.offset < 0
+            or place.length < 0
+            or place.offset + place.length > files.get(place.relative_path, -1)
         }
         wrong |= {
             f"a part of `{key}` is in no file"
@@ -160,6 +136,10 @@ class StoredCheckpoint:
             raise CheckpointError(
                 f"`{key}` of `{self.path}` holds a type that torch does not load without running"
                 f" code from the file: {str(error).splitlines()[0]}"
+            ) from error
+        except Exception as error:  # As many kinds as there are ways to damage a file.
+            raise CheckpointError(
+                f"`{key}` of `{self.path}` is damaged: {cause(error)}."
             ) from error
 
     @property

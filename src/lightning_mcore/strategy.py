@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_mcore.build import Factory
 from lightning_mcore.config import Auto, Comm, CpCommType, Fsdp, ParallelSizes, SwitchRequest
 from lightning_mcore.context import position_ids
-from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.errors import ConfigurationError, NotInitializedError
 from lightning_mcore.experts import (
     ExpertRequest,
     ExpertSwitches,
@@ -19,10 +19,11 @@ from lightning_mcore.experts import (
     OverlapMoE,
 )
 from lightning_mcore.loop_hooks import LoopStrategy
+from lightning_mcore.nonfinite import NonFinite
 from lightning_mcore.optimizer import StepStats
-from lightning_mcore.prepare import Request, build_model, communicator_settings
+from lightning_mcore.prepare import Request, build_model
 from lightning_mcore.stage import Pipeline
-from lightning_mcore.switches import Switches
+from lightning_mcore.switches import Switches, communicator_settings
 from lightning_mcore.topology import Topology
 from lightning_mcore.userbuffers import TPCommOverlap
 
@@ -105,7 +106,13 @@ class MCoreStrategy(LoopStrategy):
         init_from: Checkpoint of ours or plain file to load weights (only) from, in any layout.
         async_save: Writes checkpoints while training goes on, from a copy (on the host) of the step
             that asked for one. A failure is raised at a later step, save or the end of training.
-        timeout_s: Seconds after which a collective that some rank has not joined fails.
+        nonfinite: What to do when the gradient holds NaN or Inf: ``"error"`` stops all ranks before
+            a parameter changes, ``"skip"`` leaves the step out, with the learning rate held, and
+            ``"warn"`` goes on. Overflows that fp16 loss scaling handles are not meant.
+        timeout_s: Seconds without progress on a rank after which the run is taken to hang, and
+            ends on all ranks with a report of where each one is.
+        peer_timeout_s: Seconds of silence after which a rank counts as lost. When a rank dies or
+            raises, the others know at once, and end within half of this time, at most 5 s.
         process_group_backend: Backend of the world group; by default nccl on GPUs, gloo on CPU.
 
     Raises:
@@ -156,7 +163,9 @@ class MCoreStrategy(LoopStrategy):
         optimizer: dict[str, Any] | None = None,
         init_from: str | Path | None = None,
         async_save: bool = False,
+        nonfinite: NonFinite = "error",
         timeout_s: float = 1800.0,
+        peer_timeout_s: float = 30.0,
         process_group_backend: str | None = None,
     ) -> None:
         request = Request(
@@ -196,8 +205,15 @@ class MCoreStrategy(LoopStrategy):
             async_save=async_save,
             seq_length=seq_length,
             per_token_loss=per_token_loss,
+            nonfinite=nonfinite,
         )
-        super().__init__(request, process_group_backend, timeout_s)
+        for name, value in (("timeout_s", timeout_s), ("peer_timeout_s", peer_timeout_s)):
+            if not value > 0.0:
+                raise ConfigurationError(
+                    f"`{name}` ({value}) must be a positive number of seconds; leave it out for the"
+                    " default."
+                )
+        super().__init__(request, process_group_backend, timeout_s, peer_timeout_s)
 
     @property
     def switches(self) -> Switches:
@@ -219,6 +235,11 @@ class MCoreStrategy(LoopStrategy):
     def step_stats(self) -> StepStats | None:
         """Gradient norm and outcome of the latest optimizer step; ``None`` before the first."""
         return self._run.stats if self._run is not None else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this run that changed no parameter: fp16 overflow, or ``nonfinite="skip"``."""
+        return self._run.skipped_steps if self._run is not None else 0
 
     def build(self, model: Factory | nn.Sequential | Sequence[nn.Module]) -> Pipeline:
         """Builds this rank's part of a model; to be called in ``configure_model`` on every rank.

@@ -94,6 +94,45 @@ def test_lightning_starts_the_ranks_of_a_script(script):
     check_two_stages(results([start([sys.executable, script, "2", "1", "none"])]))
 
 
+KILLED = """
+import os, sys
+import torch, lightning as L
+from torch.utils.data import DataLoader
+from lightning_mcore import MCoreStrategy
+from tests.ranks.trainers import Blocks, numbered_rows
+
+class Kill(L.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 2 and trainer.global_rank == int(sys.argv[1]):
+            print("KILLED", flush=True)
+            os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=MCoreStrategy(pp=2), max_steps=9, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Kill()],
+    )
+    trainer.fit(Blocks(), DataLoader(numbered_rows(36), batch_size=4))
+"""
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_one(tmp_path):
+    """Rank 0 is the parent of rank 1, and Lightning looks after children only."""
+    path = tmp_path / "killed.py"
+    path.write_text(KILLED)
+    runs = [start([sys.executable, str(path), str(rank)]) for rank in range(2)]
+    for rank, process in enumerate(runs):
+        # The output ends when the last process that holds it has ended.
+        output, _ = process.communicate(timeout=100)
+        assert process.returncode != 0
+        assert "KILLED" in output
+        assert f"Rank {rank} (stage {rank}, tp 0, dp 0; host" in output, output[-3000:]
+        assert "died without an exception" in output
+        assert "Last step completed: 2." in output
+
+
 @pytest.mark.slow
 def test_torchrun(script):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -16,6 +16,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
@@ -23,7 +25,7 @@ from lightning_mcore import MCoreStrategy, _lightning
 
 
 def test_subprocess_launcher():
-    launcher = _lightning.subprocess_launcher(LightningEnvironment(), 2, 1)
+    launcher = _lightning.subprocess_launcher(LightningEnvironment(), 2, 1, around=print)
     assert isinstance(launcher, _SubprocessScriptLauncher)
     assert (launcher.num_processes, launcher.num_nodes) == (2, 1)
 
@@ -48,7 +50,9 @@ WANTED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
 
 
 def start_ranks():
-    launcher = _lightning.subprocess_launcher(LightningEnvironment(), 3, 1, lambda: WANTED)
+    launcher = _lightning.subprocess_launcher(
+        LightningEnvironment(), 3, 1, around=print, variables=lambda: WANTED
+    )
     launcher._call_children_scripts()
 
 
@@ -235,3 +239,51 @@ def test_wrapped_sampler():
     wrapper = fabric_distributed.DistributedSamplerWrapper(own, num_replicas=2, rank=0)
     assert _lightning.wrapped_sampler(wrapper) is own
     assert _lightning.wrapped_sampler(own) is None
+
+
+def test_around_a_trainers_entry_points():
+    """Both launchers run the function inside what they were given, whoever starts processes."""
+    called = []
+
+    def around(function, *args, **kwargs):
+        called.append(args)
+        return function(*args, **kwargs)
+
+    launcher = _lightning.present_launcher(around)
+    assert launcher.launch(lambda value: value + 1, 2, trainer=None) == 3
+    assert launcher.kill(15) is None
+    assert not _lightning.has_children(launcher)
+    single = _lightning.subprocess_launcher(LightningEnvironment(), 1, 1, around=around)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(single), "_call_children_scripts", lambda self: None)
+        assert single.launch(lambda value: value + 1, 3, trainer=None) == 4
+    assert called == [(2,), (3,)]
+    assert callable(getattr(call, _lightning.ENTRY_POINT))
+    assert "launcher.launch(" in inspect.getsource(getattr(call, _lightning.ENTRY_POINT))
+
+
+def test_handlers_of_signals_that_are_replaced(tmp_path):
+    for name in (
+        "_sigterm_notifier_fn",
+        "_slurm_sigusr_handler_fn",
+        "_register_signal",
+    ):
+        assert callable(getattr(_SignalConnector, name)), name
+    trainer = L.Trainer(
+        logger=False, accelerator="cpu", devices=1, default_root_dir=tmp_path, barebones=True
+    )
+    assert trainer._signal_connector._original_handlers == {}
+    assert _lightning.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+
+
+def test_slurm_is_asked_to_requeue(monkeypatch, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    _lightning.requeue_slurm_job()
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    _lightning.requeue_slurm_job()
+    assert (tmp_path / "calls").read_text() == "requeue 5\nrequeue 7_2\n"

@@ -35,11 +35,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_mcore._mcore.distopt_shards import owned_tree
 from lightning_mcore._mcore.expert_order import canonical_tree
+from lightning_mcore.index_file import data_only, read_index
 
 __all__ = ["Stored"]
 
@@ -185,7 +185,8 @@ def write_common(directory: Path, common: dict[str, Any]) -> None:
 
 def contents(directory: Path) -> dict[str, Stored]:
     """Everything sharded that a checkpoint holds, from its metadata file."""
-    metadata = FileSystemReader(directory).read_metadata()
+    # Torch's own reader would run what the file names (checkpoint/filesystem.py, read_metadata).
+    metadata = read_index(directory)
     return {
         key: Stored(tuple(entry.size), entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -202,7 +203,7 @@ def read(directory: Path, tree: Tree) -> Tree:
     """
     force_all_tensors_to_non_fp8(tree)
     sharded, result, factories = load_preprocess(tree)
-    with _without_torch_notices():
+    with _without_torch_notices(), data_only():
         merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
     return apply_factory_merges(result, factories)
 

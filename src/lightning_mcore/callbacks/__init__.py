@@ -9,6 +9,7 @@ at its intervals.
 from lightning_mcore.callbacks.comm_timings import CommTimings
 from lightning_mcore.callbacks.expert_placement import ExpertPlacement
 from lightning_mcore.callbacks.garbage_collection import GarbageCollection
+from lightning_mcore.callbacks.loss_spike import LossSpike
 from lightning_mcore.callbacks.memory_stats import MemoryStats
 from lightning_mcore.callbacks.model_summary import ModelSummary
 from lightning_mcore.callbacks.moe_stats import MoEStats
@@ -23,6 +24,7 @@ __all__ = [
     "CommTimings",
     "ExpertPlacement",
     "GarbageCollection",
+    "LossSpike",
     "MemoryStats",
     "MoEStats",
     "ModelSummary",

@@ -28,7 +28,8 @@ class OptimizerStats(Callback):
       ``MCoreStrategy(optimizer={"log_num_zeros_in_grad": True})``, which costs a pass over the
       gradients, a collective and a wait for the device in each step.
     * ``optimizer/loss_scale``: factor on the loss in fp16.
-    * ``optimizer/skipped``: 1 where a step was dropped because fp16 gradients overflowed, else 0;
+    * ``optimizer/skipped``: 1 where a step was dropped because fp16 gradients overflowed or, with
+      ``nonfinite="skip"``, held NaN or Inf, else 0;
       ``optimizer/skipped_steps``: how many were since training began, resumed runs included.
 
     Cost: nothing is computed, communicated or read back from a device; the norm stays where the

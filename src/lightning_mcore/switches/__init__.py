@@ -11,6 +11,7 @@ Three rules hold throughout. An explicit ``True`` or ``False`` is obeyed or refu
 from the others.
 """
 
+from lightning_mcore.switches.communicators import communicator_settings
 from lightning_mcore.switches.plan import (
     check_settings,
     plan_switches,
@@ -28,6 +29,7 @@ __all__ = [
     "Switch",
     "Switches",
     "check_settings",
+    "communicator_settings",
     "plan_switches",
     "resolve_switches",
     "userbuffers_plan",

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightning_mcore.config import SwitchRequest
+from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Findings
 from lightning_mcore.switches.values import Facts, Switch
 
-__all__ = ["GROUP_NAMES", "high_priority_streams", "nccl_communicators"]
+__all__ = [
+    "GROUP_NAMES",
+    "communicator_settings",
+    "high_priority_streams",
+    "nccl_communicators",
+]
 
 GROUP_NAMES = (
     "cp", "dp", "dp_cp", "embd", "ep", "ep_dp", "ep_tp", "hcp", "inter_ep_dp",
@@ -107,3 +116,28 @@ def _check_group(name: str, group: object, findings: Findings) -> None:
 
 def _is(value: object, kind: type) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def communicator_settings(given: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    """NCCL settings by group, read from a YAML file where a path is given.
+
+    Raises:
+        ConfigurationError: If there is no such file, or it holds no mapping.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, (str, Path)):
+        return given
+    try:
+        read = yaml.safe_load(Path(given).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            f"`nccl_communicators` ({str(given)!r}) must be a readable YAML file: {error}; use"
+            " {'dp_cp': {'max_ctas': 16}}, for example."
+        ) from error
+    if not isinstance(read, Mapping):
+        raise ConfigurationError(
+            f"`nccl_communicators` ({str(given)!r}) must hold a mapping from process group to"
+            f" settings, but holds {type(read).__name__}; use dp_cp: {{max_ctas: 16}}."
+        )
+    return read
