@@ -36,8 +36,6 @@ class StepStats:
     """Zero gradient entries, where the engine was asked to count them."""
     skipped: bool
     """Whether no parameter changed: fp16 gradients overflowed, or ``nonfinite="skip"`` acted."""
-    skipped_steps: int = 0
-    """Steps of the run so far, this one included, that changed no parameter."""
     loss_scale: float | Tensor | None = None
     """Factor on the loss in this step's backward pass, in fp16; on a GPU a tensor there."""
 

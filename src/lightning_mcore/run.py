@@ -7,7 +7,7 @@ Every rank of the world calls every method.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -246,7 +246,6 @@ class ModelRun:
         self.stats = self.optimizer.step(self.precision.clipping)
         self.precision.clipping = Clipping()
         self.skipped_steps += self.stats.skipped
-        self.stats = replace(self.stats, skipped_steps=self.skipped_steps)
         if self.switches.overlap_param_gather.effective and not self._hooks_wanted:
             # From the second iteration on, as in Megatron-LM (training.py): until gradient hooks
             # have fired once, the order of parameters is not known.
