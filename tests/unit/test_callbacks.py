@@ -108,8 +108,8 @@ def loader(samples=8):
 class TestOptimizerStats:
     def test_logs_what_the_step_reported(self):
         seen = fit(OptimizerStats(), loader(), ReportingStrategy(Stats(2.5, skipped=True)))
-        assert [values["optimizer/skipped_steps"] for values in seen] == [1.0, 2.0, 3.0, 4.0]
         for values in seen:
+            assert values["optimizer/skipped_steps"] == 1.0, "the same step counts once"
             assert values["optimizer/grad_norm"] == 2.5
             assert values["optimizer/skipped"] == 1.0
 
