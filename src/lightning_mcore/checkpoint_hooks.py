@@ -41,6 +41,8 @@ class CheckpointStrategy(LayoutStrategy):
         self._async_save = async_save
         self._training = False
         self._pending: PendingSave | None = None
+        self._can_resume = False
+        """Whether the pending save holds all that training needs to go on."""
 
     def _engine_context(self) -> AbstractContextManager[Any]:
         """In which the engine can be called; re-entered for a save after ``fit``."""
@@ -130,12 +132,9 @@ class CheckpointStrategy(LayoutStrategy):
                 },
                 background=self._async_save and self._training,
             )
-        if self._async_save and self._training:
-            self._pending = pending
-        else:
-            pending.commit()
-        if with_optimizer:
-            self._progress.checkpoints.append(os.path.abspath(path))
+        self._pending, self._can_resume = pending, with_optimizer
+        if not (self._async_save and self._training):
+            self.finish_save()
 
     def finish_save(self) -> None:
         """Waits for a save in the background and completes it. Every rank calls it.
@@ -145,7 +144,10 @@ class CheckpointStrategy(LayoutStrategy):
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.commit()
+            with self._progress.during("saving a checkpoint"):
+                pending.commit()
+            if self._can_resume:
+                self._progress.checkpoints.append(os.path.abspath(pending.target))
 
     def _finish_settled_save(self) -> None:
         if self._pending is not None and self._pending.settled():

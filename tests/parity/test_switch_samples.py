@@ -16,7 +16,7 @@ from lightning_mcore.layout import resolve_layout
 from lightning_mcore.switches import Facts, validate
 from lightning_mcore.testing import run_ranks
 from lightning_mcore.version import installed_version
-from tests.parity.layouts import Outcome, _fit_gpt, check_steps
+from tests.parity.layouts import Outcome, check_steps, fit_on_rank
 from tests.parity.one_process import gpt_reference
 from tests.parity.recipes import STEPS, Training
 from tests.parity.weights import check_shards
@@ -107,7 +107,7 @@ def _sampled(layout: str) -> list[dict[str, Any]]:
 
 
 def _fit_all(world_size: int, jobs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Outcome]:
-    return [_fit_gpt(world_size, {**sizes, **asked}, Training()) for sizes, asked in jobs]
+    return [fit_on_rank(world_size, {**sizes, **asked}, Training()) for sizes, asked in jobs]
 
 
 @pytest.mark.slow
