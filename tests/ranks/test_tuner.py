@@ -65,6 +65,7 @@ def tune(folder):
                 "step_s": row.measured.step_s,
                 "switches": dict(row.measured.switches),
                 "bytes": row.measured.peak_bytes,
+                "exposed": dict(row.measured.exposed_ms),
             }
             for row in report.rows
         },
@@ -90,6 +91,7 @@ def test_a_switch_that_changes_the_loss_is_found_and_nothing_is_left(tmp_path):
         assert all(seconds > 0 for seconds in row["step_s"])
         assert all(len(once) == 4 for once in (*row["losses"], *row["norms"]))
         assert row["bytes"] > 2**20
+        assert row["exposed"]["dp"] > 0, "two replicas reduce gradients"
     # Four different steps from the same start, in both rounds.
     assert rows["safe"]["losses"][0] == rows["safe"]["losses"][1] == rows["plain"]["losses"][0]
     assert len(set(rows["safe"]["losses"][0])) == 4

@@ -48,9 +48,10 @@ LAYERS = [
     {"checkpoint_hooks"},
     {"loop_hooks"},
     {"strategy"},
-    {"check", "tuning"},
+    {"callbacks", "check", "testing"},
+    {"tuning"},
     {"tune_command"},
-    {"callbacks", "testing", "cli"},
+    {"cli"},
     {"__main__"},
     {""},  # the package's own __init__
 ]

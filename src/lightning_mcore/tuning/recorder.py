@@ -6,7 +6,7 @@ import dataclasses
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,8 @@ class Window:
     """Memory of the fullest rank."""
     switches: Mapping[str, str]
     """Effective value of each switch."""
+    exposed_ms: Mapping[str, float] = field(default_factory=dict)
+    """Communication per step that no computation hid, by group, where it was profiled."""
 
 
 class Recorder(Callback):
@@ -70,6 +72,8 @@ class Recorder(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if self._end_s:
+            return
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         if loss is not None:
             self._losses.append(loss.detach().clone())

@@ -62,7 +62,7 @@ class Measurement:
     peak_bytes: int
     """Memory of the fullest rank: allocated on the GPU, resident on the CPU."""
     exposed_ms: Mapping[str, float] = field(default_factory=dict)
-    """Communication per step that no computation hid, by group, on the slowest rank."""
+    """Communication per step that no computation hid, by group, on the median rank; ms."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Effective value of each switch."""
 

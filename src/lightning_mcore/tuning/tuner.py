@@ -25,8 +25,11 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_mcore.callbacks import CommTimings
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.strategy import MCoreStrategy
+from lightning_mcore.timeline import StepTimes
+from lightning_mcore.timeline.summary import summarise
 from lightning_mcore.tuning.recorder import Recorder, Window
 from lightning_mcore.tuning.trials import Measurement, Refusal, Trial, combine, plan_trials
 from lightning_mcore.tuning.verdict import Report, judge
@@ -46,6 +49,8 @@ _TRAINER_OURS = (
     "default_root_dir",
 )
 """Arguments of the Trainer that a tuner sets itself."""
+_PROFILED = 2
+"""Steps of the last round that are profiled, behind its window."""
 
 
 class MCoreTuner:
@@ -161,7 +166,7 @@ class MCoreTuner:
                 if any(refusal.trial is trial for refusal in refused):
                     continue
                 try:
-                    window = self._fit(trial, start)
+                    window = self._fit(trial, start, profiled=index == self._rounds - 1)
                 except ConfigurationError as error:
                     if trial is self._trials[0]:
                         raise
@@ -182,6 +187,7 @@ class MCoreTuner:
                 losses=[window.losses for window in windows[trial.name]],
                 grad_norms=[window.grad_norms for window in windows[trial.name]],
                 peak_bytes=max(window.peak_bytes for window in windows[trial.name]),
+                exposed_ms=windows[trial.name][-1].exposed_ms,
                 switches=windows[trial.name][0].switches,
             )
             for trial in trials
@@ -197,16 +203,18 @@ class MCoreTuner:
         trainer.save_checkpoint(path, weights_only=True)
         return path
 
-    def _fit(self, trial: Trial, start: Path) -> Window:
+    def _fit(self, trial: Trial, start: Path, *, profiled: bool) -> Window:
+        steps = self._warmup + self._steps
         recorder = Recorder(self._warmup, self._steps)
+        timings = CommTimings(every_n_steps=steps, window=_PROFILED, picture=False)
         trainer = self._make_trainer(
             {**trial.arguments, "init_from": start},
-            [recorder],
-            max_steps=self._warmup + self._steps,
+            [recorder, timings] if profiled else [recorder],
+            max_steps=steps + (_PROFILED if profiled else 0),
         )
         trainer.fit(self._make_seeded(), self._make_data())
         assert recorder.window is not None
-        return recorder.window
+        return dataclasses.replace(recorder.window, exposed_ms=_exposed(timings.latest))
 
     def _make_seeded(self) -> pl.LightningModule:
         pl.seed_everything(self._seed, workers=True, verbose=False)
@@ -241,6 +249,14 @@ class MCoreTuner:
             "steps of warm-up": self._warmup,
             "rounds": self._rounds,
         }
+
+
+def _exposed(times: Sequence[StepTimes]) -> dict[str, float]:
+    """Exposed communication by group of the rank with the median compute time, ms per step."""
+    if not times:
+        return {}
+    groups = times[summarise(times).median].groups
+    return {name: group.exposed_share_us / 1e3 for name, group in groups.items()}
 
 
 @rank_zero_only
