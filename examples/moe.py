@@ -47,12 +47,12 @@ class MoE(L.LightningModule):
                 gated_linear_unit=True,
                 activation_func=torch.nn.functional.silu,
                 normalization="RMSNorm",
+                qk_layernorm=True,
                 add_bias_linear=False,
                 hidden_dropout=0.0,
                 attention_dropout=0.0,
                 **fields,  # sizes, dtypes, and the dispatcher that the strategy chose
             )
-            # Qwen3 also normalises queries and keys.
             spec = get_gpt_layer_local_spec(
                 num_experts=EXPERTS, qk_layernorm=True, normalization="RMSNorm"
             )
