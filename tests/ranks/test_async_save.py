@@ -188,7 +188,7 @@ def end_early(folder, how):
     ("how", "raised"),
     [
         ("all", {"UserError"}),
-        ("one", {"UserError", "RuntimeError"}),
+        ("one", {"UserError", "RankFailed"}),
         ("SIGTERM", {"SIGTERMException"}),
         ("end", {None}),
     ],
