@@ -25,7 +25,7 @@ from lightning_mcore import ConfigurationError
 from lightning_mcore._mcore import checkpointing, slices
 from lightning_mcore._mcore.expert_exchange import moe_layers
 from lightning_mcore._mcore.expert_order import expert_orders
-from lightning_mcore.callbacks import ExpertPlacement
+from lightning_mcore.callbacks import ExpertPlacement, MoEStats
 from lightning_mcore.export import export_checkpoint
 from lightning_mcore.safetensors_file import read_safetensors
 from lightning_mcore.stored import StoredCheckpoint
@@ -42,6 +42,8 @@ TOLERANCE = 1e-5
 
 def moe_chunk(stage: Any, **fields: Any) -> nn.Module:
     """A GPT whose experts are gated, chosen with an expert bias, and balanced by a loss."""
+    # Alone, a rank has no dispatcher chosen for it.
+    fields = {"moe_token_dispatcher_type": "alltoall", **fields}
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -60,7 +62,6 @@ def moe_chunk(stage: Any, **fields: Any) -> nn.Module:
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
         moe_z_loss_coeff=1e-3,
-        moe_token_dispatcher_type="alltoall",
         **fields,
     )
     chunk = GPTModel(
@@ -120,12 +121,15 @@ class Seen:
     slots: list[list[tuple[int, ...]]] = field(default_factory=list)
     """Experts by slot of this rank's layers, at the start and after each step."""
     logged: list[dict[str, float]] = field(default_factory=list)
+    tokens: list[list[list[float]]] = field(default_factory=list)
+    """Tokens by layer and expert of each step."""
 
 
 class Watch(L.Callback):
     """Fills a ``Seen``, and saves a checkpoint after one of the steps."""
 
-    def __init__(self, saved: Path | None = None) -> None:
+    def __init__(self, stats: MoEStats | None = None, saved: Path | None = None) -> None:
+        self.stats = stats
         self.saved = saved
         self.seen = Seen()
 
@@ -142,6 +146,8 @@ class Watch(L.Callback):
         metrics = trainer.callback_metrics
         logged = {k: float(v) for k, v in metrics.items() if "expert_placement" in k}
         self.seen.logged.append(logged)
+        if self.stats is not None:
+            self.seen.tokens.append(self.stats.tokens_per_expert.tolist())
         if self.saved is not None and trainer.global_step == SAVED_AT:
             trainer.save_checkpoint(self.saved)
 
@@ -162,10 +168,11 @@ def fit(
     **options: Any,
 ) -> Seen:
     """Trains on all ranks; every layout draws the same global batches."""
-    watch = Watch(saved)
+    stats = MoEStats(every_n_steps=1)
+    watch = Watch(stats, saved)
     trainer = make_trainer(
         strategy,
-        callbacks=[*callbacks, watch],
+        callbacks=[*callbacks, stats, watch],
         precision=precision,
         max_steps=STEPS,
         max_epochs=-1,
@@ -204,6 +211,8 @@ def check_equal_training(results: list[dict[str, tuple[Seen, Seen]]]) -> None:
                 torch.testing.assert_close(
                     torch.tensor(two), torch.tensor(one), rtol=TOLERANCE, atol=TOLERANCE
                 )
+            if not name.endswith("bf16"):
+                assert placed.tokens == without.tokens, f"{name}: statistics by slot, not expert"
             canonical = [tuple(range(EXPERTS))] * len(placed.slots[0])
             assert placed.slots[0] == canonical
             moves = sum(a != b for a, b in pairwise(placed.slots))

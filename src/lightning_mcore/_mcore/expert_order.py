@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor, nn
 
-__all__ = ["ExpertOrder", "canonical_tree", "expert_orders", "has_order"]
+__all__ = ["ExpertOrder", "canonical_tree", "expert_orders", "experts_by_slot", "has_order"]
 
 _ATTRIBUTE = "lightning_expert_order"
 """Where a layer keeps its ``ExpertOrder``, so that a chunk alone says what it holds."""
@@ -45,7 +45,8 @@ class ExpertOrder:
         self.slots: tuple[int, ...] = tuple(range(self.num_experts))
         """Experts by slot."""
         device = moe.router.weight.device
-        self._columns = torch.arange(self.num_experts, device=device)
+        self.columns = torch.arange(self.num_experts, device=device)
+        """The same on the device."""
         self.counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
         """Tokens of this rank that training steps sent to each expert since ``set_to_zero``."""
         # In front of other hooks, so that all of them see what the dispatcher gets: slots, whose
@@ -62,7 +63,7 @@ class ExpertOrder:
         """Says what the slots hold from now on; the experts have been moved."""
         assert sorted(slots) == list(range(self.num_experts)), f"not a permutation: {slots}"
         self.slots = slots
-        self._columns.copy_(torch.tensor(slots))
+        self.columns.copy_(torch.tensor(slots))
 
     def set_to_zero(self) -> None:
         """Begins to count anew."""
@@ -85,7 +86,13 @@ class ExpertOrder:
                 self.counts += routing_map.sum(dim=0)
         if self.is_canonical:
             return None
-        return probs.index_select(1, self._columns), routing_map.index_select(1, self._columns)
+        return probs.index_select(1, self.columns), routing_map.index_select(1, self.columns)
+
+
+def experts_by_slot(moe: nn.Module) -> Tensor | None:
+    """The expert in each slot of a layer, ``[experts]`` on its device; ``None``: as numbered."""
+    order: ExpertOrder | None = getattr(moe, _ATTRIBUTE, None)
+    return None if order is None else order.columns
 
 
 def has_order(moe: nn.Module) -> bool:

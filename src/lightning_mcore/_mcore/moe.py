@@ -51,6 +51,8 @@ class RouterInfo:
     """A router and its place."""
 
     router: nn.Module
+    moe: nn.Module
+    """The expert layer that it belongs to."""
     layer: int
     """Number of its layer in the whole model, from 0."""
     num_experts: int
@@ -67,6 +69,7 @@ def find_routers(chunks: Iterable[nn.Module]) -> list[RouterInfo]:
     return [
         RouterInfo(
             router=module,
+            moe=chunk.get_submodule(name.rpartition(".")[0]),
             layer=module.layer_number - 1,
             num_experts=module.config.num_moe_experts,
             topk=module.config.moe_router_topk,

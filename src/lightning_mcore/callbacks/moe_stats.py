@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mcore._mcore.expert_order import experts_by_slot
 from lightning_mcore._mcore.moe import LOSS_NAMES, RouterInfo, find_routers, take_losses
 from lightning_mcore.errors import ConfigurationError
 
@@ -44,7 +45,7 @@ class MoEStats(Callback):
 
     Cost: nothing in the steps between. In a step that is logged, a sum over each router's map
     ``[tokens, experts]`` per microbatch, and one all-reduce over the world of ``layers x (experts +
-    9)`` numbers. The host waits for the device only with ``heat_map``.
+    ep + 9)`` numbers. The host waits for the device only with ``heat_map``.
 
     Args:
         every_n_steps: Optimizer steps between two logged ones; ``None`` takes the Trainer's
@@ -107,6 +108,8 @@ class MoEStats(Callback):
         self._agree_on_layers(trainer, pl_module)
         self._device = pl_module.device
         self._counts = torch.zeros(len(self._is_moe), self._num_experts, device=self._device)
+        ep = trainer.strategy.layout.ep  # type: ignore[attr-defined]
+        self._loads = torch.zeros(len(self._is_moe), ep, device=self._device)
         self._choices = [0] * len(self._is_moe)
         self._calls = [0] * len(self._is_moe)
         self._step = None
@@ -145,6 +148,7 @@ class MoEStats(Callback):
         elif self._step != trainer.global_step:  # the first batch of its accumulation
             self._step = trainer.global_step
             self._counts.zero_()
+            self._loads.zero_()
             self._choices = [0] * len(self._is_moe)
             self._calls = [0] * len(self._is_moe)
             for _ in take_losses():
@@ -157,7 +161,14 @@ class MoEStats(Callback):
         probs, routing_map = output
         with torch.no_grad():
             chosen = routing_map & (probs != 0) if info.pads else routing_map
-            self._counts[info.layer] += chosen.sum(0)
+            tokens = chosen.sum(0).to(self._counts.dtype)
+            self._loads[info.layer] += tokens.view(self._loads.shape[1], -1).sum(1)
+            # What the layer sees may be experts in an order of their own (``ExpertPlacement``).
+            experts = experts_by_slot(info.moe)
+            if experts is None:
+                self._counts[info.layer] += tokens
+            else:
+                self._counts[info.layer].index_add_(0, experts, tokens)
         self._choices[info.layer] += routing_map.shape[0] * info.topk
         self._calls[info.layer] += 1
 
@@ -183,10 +194,10 @@ class MoEStats(Callback):
     def _reduce(self, layout: Layout) -> dict[str, Tensor]:
         """Sums over all ranks and what follows from it. Collective over the world."""
         layers, experts = self._counts.shape
-        table = torch.zeros(
-            layers, experts + 1 + 2 * len(LOSS_NAMES), dtype=torch.float64, device=self._device
-        )
+        ends = experts + 1 + 2 * len(LOSS_NAMES)
+        table = torch.zeros(layers, ends + layout.ep, dtype=torch.float64, device=self._device)
         table[:, :experts] = self._counts
+        table[:, ends:] = self._loads
         table[:, experts] = torch.tensor(self._choices, dtype=torch.float64).to(
             self._device, non_blocking=True
         )
@@ -209,10 +220,9 @@ class MoEStats(Callback):
         self.tokens_per_expert = counts
         rows = torch.tensor([i for i, moe in enumerate(self._is_moe) if moe], device=self._device)
         counts, choices = counts[rows], table[rows, experts].float()
-        by_rank = counts.view(len(rows), layout.ep, -1).sum(-1)
         by_layer = {
             "expert_imbalance": _imbalance(counts),
-            "rank_imbalance": _imbalance(by_rank),
+            "rank_imbalance": _imbalance(table[rows, ends:].float()),
             "dropped_share": 1.0 - counts.sum(1) / choices.clamp(min=1),
         }
         found = {}
