@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.testing import run_ranks
+from lightning_mcore.testing import _reserved_port, run_ranks
 
 KILL_AFTER_S = 40.0
 """A child that takes longer hangs."""
@@ -33,16 +32,6 @@ class Outcome:
     ended_s: float
     """On the clock that all processes of a machine share."""
     output: str
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def supervise(
@@ -102,14 +91,9 @@ def run_failing(
     env: dict[str, str] | None = None,
 ) -> list[list[Outcome]]:
     """Outcomes by case, then by rank."""
-    by_rank = run_ranks(
-        supervise,
-        world_size,
-        function,
-        cases,
-        free_ports(len(cases)),
-        limit_s,
-        timeout_s=280.0,
-        env=env,
-    )
+    with contextlib.ExitStack() as reserved:
+        ports = [reserved.enter_context(_reserved_port()) for _ in cases]
+        by_rank = run_ranks(
+            supervise, world_size, function, cases, ports, limit_s, timeout_s=280.0, env=env
+        )
     return [[outcomes[i] for outcomes in by_rank] for i in range(len(cases))]

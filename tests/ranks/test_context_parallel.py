@@ -260,7 +260,7 @@ class Fixed(L.Callback):
         self.plan = plan
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.strategy._run._runner._check_shape = self.plan.check_microbatch
+        trainer.strategy._run._runner._shape_of._check = self.plan.check_microbatch
 
 
 def validate_another_shape() -> str:

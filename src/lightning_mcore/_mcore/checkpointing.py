@@ -35,10 +35,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_mcore._mcore.distopt_shards import owned_tree
 from lightning_mcore._mcore.expert_order import canonical_tree
+from lightning_mcore.errors import CheckpointError
 from lightning_mcore.index_file import data_only, read_index
 
 __all__ = ["Stored"]
@@ -200,11 +202,22 @@ def read(directory: Path, tree: Tree) -> Tree:
 
     Returns:
         A tree of the same structure with tensors and objects as leaves.
+
+    Raises:
+        CheckpointError: On every rank alike, with what failed on which.
     """
     force_all_tensors_to_non_fp8(tree)
     sharded, result, factories = load_preprocess(tree)
-    with _without_torch_notices(), data_only():
-        merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
+    try:
+        with _without_torch_notices(), data_only():
+            merge(result, TorchDistLoadShardedStrategy().load(sharded, directory))
+    except CheckpointException as error:  # A BaseException, which carries those of all ranks.
+        failed = {
+            rank: f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
+            for rank, (cause, _) in error.failures.items()
+        }
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        raise CheckpointError(listed) from error
     return apply_factory_merges(result, factories)
 
 
