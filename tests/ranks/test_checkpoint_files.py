@@ -111,6 +111,8 @@ def build_gpt(
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": bf16,
+        # The engine trains experts under tp with sequence parallelism only.
+        "sequence_parallel": layout.tp > 1 and bool(model.get("experts")),
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -297,15 +299,16 @@ def test_tied_embeddings_over_stages(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("ep2", ["one", "dp2", "ep2", "pp2", "pp2vpp2", "pp2ep2"]),
+        ("ep2", ["one", "dp2", "ep2", "tp2", "pp2", "pp2vpp2", "pp2ep2", "tp2pp2"]),
         ("dp2", ["one", "dp2", "ep2"]),
+        ("tp2", ["ep2", "tp2"]),
+        ("tp2pp2", ["ep2"]),
         ("pp2", ["ep2"]),
         ("pp2vpp2", ["ep2", "pp2ep2"]),
         ("pp2ep2", ["ep2", "pp2ep2"]),
     ],
 )
 def test_experts(tmp_path, saved, loaded):
-    """Not with tp: the engine trains experts under it with sequence parallelism only, on GPUs."""
     check_pair(tmp_path, saved, loaded, experts=4)
 
 

@@ -115,7 +115,7 @@ def ended(processes: list[subprocess.Popen]) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_both_hosts(hosts, tmp_path):
+def test_a_short_cut_is_survived_and_a_long_one_ends_both_hosts(hosts, tmp_path):
     """Started by environment variables; no packet tells either side what has happened."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -136,6 +136,11 @@ def test_a_cut_link_ends_both_hosts(hosts, tmp_path):
     ]
     with ended(nodes):
         wait_for(r"RANK 1 STEP 3", logs[1], 60)
+        ip("-n", hosts[0], "link", "set", "va", "down")
+        time.sleep(1.0)
+        ip("-n", hosts[0], "link", "set", "va", "up")
+        steps = max(int(step) for step in re.findall(r"RANK 1 STEP (\d+)", logs[1].read_text()))
+        wait_for(rf"RANK 1 STEP {steps + 10}", logs[1], 30)
         ip("-n", hosts[0], "link", "set", "va", "down")
         cut_s = time.monotonic()
         codes = [node.wait(timeout=30) for node in nodes]
