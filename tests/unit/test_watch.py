@@ -1,16 +1,18 @@
 """The words of failure messages, what counts as a failed collective, and the hub's judgement."""
 
+import json
 import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_mcore.watch.hub import Connection, Hub
 from lightning_mcore.watch.monitor import is_communication_error
 from lightning_mcore.watch.progress import Progress
 from lightning_mcore.watch.records import Failure, hang_report
-from lightning_mcore.watch.stacks import is_inside, stack_of
+from lightning_mcore.watch.stacks import is_inside, stack_of, unfinished_on_device
 
 
 def test_a_status_says_where_and_the_newest_checkpoint_that_is_left(tmp_path):
@@ -26,6 +28,31 @@ def test_a_status_says_where_and_the_newest_checkpoint_that_is_left(tmp_path):
         "Rank 2 (stage 1, tp 0, dp 0) died without an exception (killed, out of memory, or a crash"
         " in native code). Last heard of in step 8, training_step, microbatch 3."
     )
+
+
+def test_what_the_device_has_not_finished_is_in_the_report(monkeypatch):
+    """NCCL's recorder answers here in the form that PyTorch documents; it needs a GPU to fill."""
+    entry = {
+        "profiling_name": "nccl:all_reduce",
+        "collective_seq_id": 41,
+        "process_group": ["3", "TENSOR_MODEL_PARALLEL_GROUP"],
+        "state": "started",
+    }
+    asked = {}
+
+    def dump(**options):
+        asked.update(options)
+        return json.dumps({"entries": [entry] * 20}).encode()
+
+    bindings = torch._C._distributed_c10d
+    monkeypatch.setattr(bindings, "_dump_nccl_trace_json", dump, raising=False)
+    found = unfinished_on_device(most=1)
+    assert asked == {"includeCollectives": True, "onlyActive": True}
+    assert found == ["nccl:all_reduce 41 of ['3', 'TENSOR_MODEL_PARALLEL_GROUP'] (started)"]
+    report = {"where": "stage 0", "status": {}, "wait": None, "stack": "", "on_device": found}
+    assert f"unfinished on the device: {found[0]}." in hang_report({0: report}, silent=[])
+    monkeypatch.delattr(bindings, "_dump_nccl_trace_json")
+    assert unfinished_on_device() == []
 
 
 def test_a_phase_is_left_where_an_error_came_from():

@@ -19,7 +19,7 @@ from lightning_mcore.errors import RankFailed
 from lightning_mcore.watch.hub import REPORT_S, Connection, Hub
 from lightning_mcore.watch.progress import Progress
 from lightning_mcore.watch.records import Failure
-from lightning_mcore.watch.stacks import stack_of, waiting_in
+from lightning_mcore.watch.stacks import stack_of, unfinished_on_device, waiting_in
 
 EXIT_CODE = 75
 """Of a process that could not leave a collective by itself: EX_TEMPFAIL, try again later."""
@@ -180,10 +180,14 @@ class Monitor(threading.Thread):
         # Frames of a running thread may change under our eyes.
         with suppress(Exception):
             wait = waiting_in(self._main, self._groups)
+        on_device: list[str] = []
+        with suppress(Exception):
+            on_device = unfinished_on_device()
         return {
             "where": self._where,
             "status": self._progress.status(),
             "wait": wait,
+            "on_device": on_device,
             "stack": stack_of(self._main),
         }
 

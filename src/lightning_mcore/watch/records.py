@@ -54,8 +54,8 @@ def hang_report(reports: Mapping[int, Mapping[str, Any]], silent: Sequence[int])
     """Where every rank is and for whom it waits; ranks at the same place are told together.
 
     Args:
-        reports: By rank: ``where``, ``status``, ``wait`` (``op``, ``group``, ``ranks``; or None)
-            and ``stack``.
+        reports: By rank: ``where``, ``status``, ``wait`` (``op``, ``group``, ``ranks``; or None),
+            ``on_device`` (what NCCL has not finished) and ``stack``.
         silent: Ranks that did not answer.
     """
     lines = [f"Rank {rank} did not answer." for rank in silent]
@@ -73,6 +73,8 @@ def hang_report(reports: Mapping[int, Mapping[str, Any]], silent: Sequence[int])
             line += f" for ranks {missing}" if missing else ", like all its members"
         else:
             line += "; in no collective that is known here"
+        if report.get("on_device"):
+            line += f"; unfinished on the device: {', '.join(report['on_device'])}"
         lines.append(f"{line}.")
         stacks.setdefault(str(report.get("stack", "")), []).append(rank)
     for stack, ranks in stacks.items():

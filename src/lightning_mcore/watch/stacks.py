@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _KNOWN_WAITS = {
@@ -53,6 +55,24 @@ def waiting_in(thread_id: int, groups: Mapping[str, Any]) -> dict[str, Any] | No
         elif not path.endswith("torch/distributed/c10d_logger.py"):
             break
     return None if found is None else _named(*found, groups)
+
+
+def unfinished_on_device(most: int = 8) -> list[str]:
+    """Collectives that NCCL has started and not finished, from PyTorch's flight recorder.
+
+    Empty without NCCL, or where ``TORCH_FR_BUFFER_SIZE=0`` has switched the recorder off. Reading
+    it waits for no device.
+    """
+    bindings: Any = torch._C._distributed_c10d
+    dump = getattr(bindings, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return []
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+    return [
+        f"{entry.get('profiling_name')} {entry.get('collective_seq_id')} of"
+        f" {entry.get('process_group')} ({entry.get('state')})"
+        for entry in entries[:most]
+    ]
 
 
 def _named(op: str, group: Any, groups: Mapping[str, Any]) -> dict[str, Any]:
