@@ -478,6 +478,33 @@ def test_the_command_in_a_process_of_its_own(tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
+def test_a_plan_for_experts(run, answer, config):
+    """128 experts with 8 of them chosen, as in a 235B model, over 32 nodes."""
+    gpus = {"accelerator": "gpu", "devices": 8, "num_nodes": 64, "precision": "bf16-mixed"}
+    model = {"num_layers": 96, "num_moe_experts": 128, "hidden_size": 4096}
+    machines = ["--arch", "hopper", "--gpus-per-nvlink-domain", "8", "--network", "infiniband"]
+
+    def plan(ep, **arguments):
+        sizes = {"tp": 2, "pp": 8, "vpp": 4, "etp": 1, "ep": ep, "micro_batch_size": 1}
+        return config(gpus, model=model, **sizes, **arguments)
+
+    inside = answer("--config", plan(8), *machines)["run"]["experts"]
+    assert inside["experts_per_rank"] == 16
+    assert inside["moe_dispatcher"]["effective"] == "alltoall"
+    across = answer("--config", plan(32), *machines)
+    assert across["run"]["experts"]["moe_dispatcher"]["effective"] == "deepep"
+    assert "ep-crosses-nodes" in codes(across, "info")
+    few = answer("--config", plan(64), *machines)
+    assert few["run"]["experts"]["experts_per_rank"] == 2
+    assert "placement-useless" in codes(few)
+    code, out, _ = run("--config", plan(8), *machines)
+    assert code == 0
+    assert "experts: 128 over ep 8 = 16 on a rank" in out
+    code, out, _ = run("--config", plan(8, moe_dispatcher="deepep"), *machines)
+    assert code == 1, "an explicit request that cannot be met here"
+    assert "deep_ep" in out
+
+
 def test_the_json_keys_are_documented(answer):
     text = (ROOT / "docs" / "check.md").read_text()
     found = answer("--config", EXAMPLE, "--trainer.accelerator=cpu")

@@ -7,7 +7,7 @@ computed by the functions that the strategy itself calls before it creates proce
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from lightning_mcore.batch import plan_training
 from lightning_mcore.check.config import RunConfig, read_config
 from lightning_mcore.check.installation import Package, probe_packages, versions
+from lightning_mcore.check.serial import run_as_dict
 from lightning_mcore.environment import (
     EnvironmentPlan,
     Uses,
@@ -23,6 +24,7 @@ from lightning_mcore.environment import (
     uses_of,
 )
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.experts import ExpertPlan, choose_experts, plan_experts
 from lightning_mcore.findings import Finding, Findings
 from lightning_mcore.layout import Axis, Layout
 from lightning_mcore.precision import MCorePrecision
@@ -44,7 +46,6 @@ SCHEMA = 1
 """Version of the JSON form; grows when a key changes its meaning or goes."""
 
 _DOCS = "docs/check.md#findings"
-_SIZES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,8 @@ class Run:
     """Where the groups of each axis lie."""
     num_microbatches: int | None
     """Microbatches in a batch of ``data.batch_size`` samples; ``None`` if that is not known."""
+    experts: ExpertPlan | None = None
+    """Dispatcher and overlap of experts, where ``ep`` is above 1 and their number is known."""
 
     @property
     def bubble(self) -> float | None:
@@ -131,7 +134,7 @@ class Report:
             "hardware": asdict(self.hardware),
             "launch": asdict(self.launch),
             "topology": asdict(self.topology),
-            "run": None if self.run is None else _run_as_dict(self.run),
+            "run": None if self.run is None else run_as_dict(self.run),
             "environment": {
                 "set": dict(self.variables),
                 "wanted": [asdict(variable) for variable in self.environment.wanted],
@@ -309,7 +312,36 @@ def _plan(
         switches=switches,
         groups={} if layout is None else place_groups(layout, topology),
         num_microbatches=None if layout is None else _microbatches(asked, layout, found),
+        experts=None if layout is None else _experts(asked, layout, facts, topology, found),
     )
+
+
+def _experts(
+    asked: RunConfig, layout: Layout, facts: Facts, topology: Topology, found: Findings
+) -> ExpertPlan | None:
+    """What becomes of the settings for experts; the run would refuse the same."""
+    _, findings = choose_experts(asked.request.experts, layout, facts)
+    plan = None
+    experts = asked.dims.num_moe_experts
+    if layout.ep > 1 and experts and not experts % layout.ep:
+        fits = topology.num_gpus == layout.world_size
+        plan = plan_experts(
+            experts,
+            layout.ep,
+            topology if fits else replace(topology, nodes=1, gpus_per_node=layout.world_size),
+            tp=layout.tp,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            etp=layout.etp,
+            hidden_size=asked.dims.hidden_size,
+            request=asked.request.experts,
+            engine_version=facts.engine_version,
+            precision=facts.precision,
+        )
+        findings = [*findings, *(f for f in plan.findings if f.severity != "error")]
+    for finding in findings:
+        found.add(finding)
+    return plan
 
 
 def _microbatches(asked: RunConfig, layout: Layout, found: Findings) -> int | None:
@@ -335,48 +367,3 @@ def _note(found: Findings, severity: Any, code: str, relation: str, fix: str) ->
 
 def _has_te(packages: Sequence[Package]) -> bool:
     return any(p.name == "TransformerEngine" and p.state == "works" for p in packages)
-
-
-def _run_as_dict(run: Run) -> dict[str, Any]:
-    layout, switches = run.layout, run.switches
-    return {
-        "world_size": run.world_size,
-        "precision": run.facts.precision,
-        "layout": None if layout is None else {name: getattr(layout, name) for name in _SIZES},
-        "micro_batch_size": run.config.request.switches.micro_batch_size,
-        "batch_size": run.config.batch_size,
-        "accumulate_grad_batches": run.config.accumulate_grad_batches,
-        "num_microbatches": run.num_microbatches,
-        "bubble": run.bubble,
-        "groups": {
-            axis: {
-                "size": place.size,
-                "count": place.count,
-                "reach": place.reach,
-                "nodes": place.nodes,
-                "domains": place.domains,
-            }
-            for axis, place in run.groups.items()
-        },
-        "switches": None
-        if switches is None
-        else {row.name: _switch_as_dict(getattr(switches, row.name)) for row in fields(switches)},
-    }
-
-
-def _switch_as_dict(switch: Any) -> dict[str, Any]:
-    return {
-        "requested": _plain(switch.requested),
-        "effective": _plain(switch.effective),
-        "reason": switch.reason,
-        "evidence": switch.evidence,
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Types that JSON has; anything else as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

@@ -22,7 +22,7 @@ def format_report(report: Report) -> str:
     if report.run is not None:
         blocks.append(_run(report, report.run))
         if report.run.switches is not None:
-            blocks += [_groups(report.run), _pipeline(report.run)]
+            blocks += [_groups(report.run), _pipeline(report.run), _experts(report.run)]
     blocks += [_environment(report), _findings(report)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -115,6 +115,12 @@ def _groups(run: Run) -> list[str]:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _experts(run: Run) -> list[str]:
+    if run.experts is None:
+        return []
+    return ["experts", *(part for line in run.experts.lines for part in _wrap("  ", line))]
 
 
 def _pipeline(run: Run) -> list[str]:

@@ -51,7 +51,13 @@ class ExpertPlan:
 
     @property
     def text(self) -> str:
-        """The plan in a few lines."""
+        """The plan and its findings in a few lines."""
+        said = [f"{finding.severity}: {finding.message}" for finding in self.findings]
+        return "\n".join([*self.lines, *said])
+
+    @property
+    def lines(self) -> list[str]:
+        """What would run, line by line."""
         s = self.switches
         lines = [
             f"experts: {self.num_experts} over ep {self.layout.ep} = {self.experts_per_rank} on a"
@@ -65,8 +71,7 @@ class ExpertPlan:
         lines += [
             f"{x.name}: {x.effective} ({x.reason})" for x in (s.moe_dispatcher, s.overlap_moe)
         ]
-        lines += [f"{finding.severity}: {finding.message}" for finding in self.findings]
-        return "\n".join(lines)
+        return lines
 
 
 def plan_experts(
