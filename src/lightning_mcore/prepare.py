@@ -68,7 +68,17 @@ _AVERAGING_CALLBACKS = tuple(
     if hasattr(callbacks, name)
 )
 
-_READ_BY_LIBRARIES = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "UB_")
+_READ_BY_LIBRARIES = (
+    "CUDA_",
+    "NCCL_",
+    "NUM_OF_HYBRID_EP_",
+    "NVSHMEM_",
+    "NVTE_",
+    "PYTORCH_",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_NCCL_",
+    "UB_",
+)
 """Prefixes of environment variables that rules are about."""
 
 
@@ -225,10 +235,10 @@ def resolve_before_groups(
     """
     sizes = with_picked_vpp(request.sizes, request.switches, facts.dims)
     layout = resolve_layout(sizes, world_size, rank)
-    _, of_experts = choose_experts(request.experts, layout, facts)
+    experts, of_experts = choose_experts(request.experts, layout, facts)
     raise_errors([*validate(request.switches, layout, facts), *of_experts])
     switches = resolve_switches(request.switches, layout, facts)
-    environment = plan_environment(uses_of(layout, switches, facts), facts.environment)
+    environment = plan_environment(uses_of(layout, switches, experts, facts), facts.environment)
     raise_errors(environment.findings)
     userbuffers = None
     if switches.tp_comm_overlap.effective:

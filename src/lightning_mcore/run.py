@@ -336,7 +336,7 @@ class ModelRun:
             ),
             num_parameters=total,
             num_parameters_per_rank=per_rank,
-            environment=environment_text(self.state.layout, self.switches, facts),
+            environment=environment_text(self.state.layout, self.switches, self.experts, facts),
             findings=self.findings,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from lightning_mcore import Topology
 from lightning_mcore.testing import run_ranks
 from tests.gpu.te_gpt import STEPS, TEGPT, needs_gpus, te_train
 
@@ -54,7 +55,7 @@ def test_cp2(kind, one_gpu):
         {
             "cp": 4,
             "cp_comm_type": "a2a+p2p",
-            "topology": {"gpus_per_nvlink_domain": 2, "gpus_per_node": 4},
+            "topology": Topology(gpus_per_nvlink_domain=2, gpus_per_node=4),
         },
     ],
     ids=["tp2", "pp2", "dp2", "cp4", "hierarchical"],

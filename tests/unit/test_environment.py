@@ -18,7 +18,9 @@ from lightning_mcore.environment import (
     plan_environment,
     shown,
 )
+from lightning_mcore.environment.uses import uses_of
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.experts import ExpertRequest, choose_experts
 from lightning_mcore.layout import resolve_layout
 from lightning_mcore.switches import Facts, resolve_switches
 from lightning_mcore.topology import Topology
@@ -268,13 +270,31 @@ def test_the_row_of_the_header():
     layout = resolve_layout(ParallelSizes(tp=2), 8, 0)
     facts = Facts(engine_version=(0, 19, 2), on_gpu=True, precision="bf16-mixed")
     switches = resolve_switches(SwitchRequest(), layout, facts)
-    unknown = environment_text(layout, switches, facts)
+    experts, _ = choose_experts(ExpertRequest(), layout, facts)
+    unknown = environment_text(layout, switches, experts, facts)
     assert unknown.startswith("CUDA_DEVICE_MAX_CONNECTIONS unset; what it should be depends on")
     known = replace(facts, topology=Topology(arch="hopper"), environment={CONNECTIONS: "1"})
-    text = environment_text(layout, switches, known)
+    text = environment_text(layout, switches, experts, known)
     assert text == "CUDA_DEVICE_MAX_CONNECTIONS 1"
     assert "not known" not in text
-    assert environment_text(layout, switches, replace(facts, on_gpu=False)) is None
+    assert environment_text(layout, switches, experts, replace(facts, on_gpu=False)) is None
+
+
+@pytest.mark.parametrize("overlap", ["1f1b", False])
+def test_what_experts_ask_of_the_environment(overlap):
+    """From the strategy's arguments to the variable: 1F1B needs more than one connection."""
+    layout = resolve_layout(ParallelSizes(ep=2), 8, 0)
+    topology = Topology(arch="hopper")
+    facts = Facts(engine_version=(0, 19, 2), on_gpu=True, precision="bf16-mixed", topology=topology)
+    switches = resolve_switches(SwitchRequest(), layout, facts)
+    request = ExpertRequest(moe_dispatcher="alltoall", overlap_moe=overlap)
+    experts, findings = choose_experts(request, layout, facts)
+    assert [found for found in findings if found.severity == "error"] == []
+    uses = uses_of(layout, switches, experts, facts)
+    assert uses.overlaps_experts is (overlap == "1f1b")
+    assert uses.dispatcher == "alltoall"
+    wanted = {v.name: v.value for v in plan_environment(uses, {}).wanted}
+    assert (wanted.get(CONNECTIONS) == "32") is (overlap == "1f1b")
 
 
 def test_a_topology_of_the_users_own_is_kept(monkeypatch):

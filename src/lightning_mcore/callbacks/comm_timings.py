@@ -128,18 +128,24 @@ class CommTimings(Callback):
         if slowdowns:
             values["comm_timings/slowdown"] = max(slowdowns)
         log_now(trainer, values)
-        switches = getattr(trainer.strategy, "switches", None)
-        effective = {
-            name: value.effective
-            for name in dir(switches)
-            if hasattr(value := getattr(switches, name), "effective")
-        }
+        effective = _could_be_on(getattr(trainer.strategy, "switches", None))
         rank_zero_info(
             f"CommTimings, step {sample.first_step}: {advice(self.latest, effective)} Sampling"
             f" took {values['comm_timings/cost_ms']:.0f} ms."
         )
         if self.picture:
             _draw(trainer, self.latest, sample.first_step)
+
+
+def _could_be_on(switches: Any) -> dict[str, Any]:
+    """Effective values of switches, without those that something else keeps off."""
+    found = {}
+    for name in getattr(switches, "__dataclass_fields__", ()):
+        switch = getattr(switches, name)
+        free = switch.requested is False or switch.evidence == "candidate"
+        if switch.effective or free or "comm='safe'" in switch.reason:
+            found[name] = switch.effective
+    return found
 
 
 def _figures(sample: Sample) -> tuple[StepTimes | None, str | None, float, float | None]:

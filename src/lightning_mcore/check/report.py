@@ -184,7 +184,8 @@ def make_report(
         run = _plan(asked, machines, topology, environ, found)
         uses = None
         if run.layout is not None and run.switches is not None:
-            uses = uses_of(run.layout, run.switches, run.facts)
+            experts, _ = choose_experts(run.config.request.experts, run.layout, run.facts)
+            uses = uses_of(run.layout, run.switches, experts, run.facts)
     environment = EnvironmentPlan(wanted=(), findings=())
     if uses is not None:
         environment = plan_environment(uses, environ)

@@ -26,6 +26,7 @@ from lightning_mcore.environment.values import (
     Uses,
     Variable,
 )
+from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Facts, Switches
 
@@ -109,9 +110,11 @@ def in_words(plan: EnvironmentPlan, environ: Mapping[str, str]) -> str:
     return "; ".join(parts)
 
 
-def environment_text(layout: Layout, switches: Switches, facts: Facts) -> str | None:
+def environment_text(
+    layout: Layout, switches: Switches, experts: ExpertSwitches, facts: Facts
+) -> str | None:
     """The run header's row on the environment; ``None`` on CPU."""
-    uses = uses_of(layout, switches, facts)
+    uses = uses_of(layout, switches, experts, facts)
     if uses.arch == "cpu":
         return None
     text = in_words(plan_environment(uses, facts.environment), facts.environment)

@@ -106,14 +106,13 @@ _SWITCHES: dict[str, tuple[str, ...]] = {
     "tp": ("sequence_parallel", "tp_comm_overlap"),
     "pp": ("overlap_p2p",),
     "dp": ("overlap_grad_reduce", "overlap_param_gather"),
-    "ep": ("moe_dispatcher", "overlap_moe"),
 }
 _OTHERWISE: dict[str, str] = {
     "tp": "larger micro-batches, or a smaller tp",
     "pp": "more microbatches per step, or a larger vpp",
     "dp": "another bucket_size, or more microbatches per step",
-    "cp": "another cp_comm_type in the model's config, or a smaller cp",
-    "ep": "larger micro-batches, or a smaller ep",
+    "cp": "another cp_comm_type, or a smaller cp",
+    "ep": "overlap_moe='1f1b', another moe_dispatcher, or a smaller ep",
     "embedding": "untied embeddings, if the model allows",
     "mp": "nothing: the gradient norm is waited for here, with the ranks that come late",
     "world": "fewer values in self.log; ranks that come late are waited for here too",
@@ -126,8 +125,7 @@ def advice(times: Sequence[StepTimes], switches: Mapping[str, Any]) -> str:
 
     Args:
         times: Of each rank, by rank; at least one.
-        switches: Effective values by name of the strategy's switches; those it has not are not
-            advised.
+        switches: Effective values by name of the switches that could be on; others are not advised.
     """
     chosen = summarise(times)
     median = times[chosen.median]
