@@ -168,7 +168,11 @@ class CheckpointStrategy(LayoutStrategy):
         self._training = False
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.salvage()
+            self._progress.is_finishing = True
+            try:
+                pending.salvage()
+            finally:
+                self._progress.is_finishing = False
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -100,7 +100,7 @@ class LoopStrategy(CheckpointStrategy):
         resolved = self._resolve(self.global_rank)
         self._layout, self._switches = resolved.layout, resolved.switches
         self._userbuffers = resolved.userbuffers
-        os.environ.update(resolved.environment.to_set_in_ranks)
+        self._exits.enter_context(_variables(resolved.environment.to_set_in_ranks))
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()
@@ -322,6 +322,9 @@ class LoopStrategy(CheckpointStrategy):
             # Trainer(enable_checkpointing=False) wants no files; a job that is requeued needs one.
             return
         path = self.broadcast(_lightning.preemption_path(trainer))
+        # There is no more training beside which to write: the checkpoint must exist when the job
+        # is queued again.
+        self._training = False
         trainer.save_checkpoint(path)
         rank_zero_info(
             f"Stopped for a signal after step {trainer.global_step}; resume with"
@@ -348,7 +351,8 @@ class LoopStrategy(CheckpointStrategy):
             self.finish_save()
             if self._failed and self._state is not None:
                 self._run = None
-                stop_userbuffers()
+                if self._userbuffers is not None:
+                    stop_userbuffers()
                 destroy_parallel_state(self._state, graceful=False)
                 self._state = None
         finally:
@@ -363,3 +367,18 @@ class LoopStrategy(CheckpointStrategy):
         """Pickles what the user asked for, not the processes and models of a run."""
         fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_pending", "_monitor"))
         return {**super().__getstate__(), **fresh, "_exits": ExitStack()}
+
+
+@contextmanager
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the time of a run."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

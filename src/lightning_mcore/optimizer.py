@@ -31,7 +31,7 @@ class StepStats:
 
     norm: float | Tensor | None
     """2-norm of the whole gradient before clipping, as the engine gives it: on a GPU a 0-dim tensor
-    that may not be computed yet. ``None`` if the step was skipped."""
+    that may not be computed yet. ``None`` if fp16 gradients overflowed or there was no loss."""
     num_zeros: int | None
     """Zero gradient entries, where the engine was asked to count them."""
     skipped: bool
@@ -154,7 +154,7 @@ class EngineOptimizer:
         try:
             successful, grad_norm, num_zeros = self.engine.step()
         except _SkipStep as skip:
-            return StepStats(norm=skip.norm, num_zeros=None, skipped=True)
+            return StepStats(norm=skip.norm, num_zeros=None, skipped=True, loss_scale=loss_scale)
         grad_norm = grad_norm if norm_before is None else norm_before
         return StepStats(
             norm=grad_norm,

@@ -228,7 +228,7 @@ def resolve_before_groups(
     """Validates everything that is known before process groups exist.
 
     Returns:
-        The layout, the switches as far as they are known, and the userbuffers to start.
+        Layout, switches as far as they are known, variables that they want, userbuffers to start.
 
     Raises:
         ConfigurationError: With all errors at once, on every rank alike.

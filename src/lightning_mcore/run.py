@@ -209,7 +209,8 @@ class ModelRun:
         log = StepLog(self._metric_paths)
         with _lightning.capture_logs(self.module, log.log):
             outputs = self._runner.evaluate(step, runs, log)
-        self._emit(log, may_stop=True)
+        # Validation may come in the middle of an accumulation, whose gradients a stop would lose.
+        self._emit(log, may_stop=self._starts_accumulation)
         return merge_outputs(outputs, per_token_loss=self.per_token_loss)
 
     def to_all_stages(self, output: Any) -> Any:

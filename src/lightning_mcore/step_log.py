@@ -199,7 +199,8 @@ class StepLog:
     def losses(self) -> list[Tensor]:
         """Losses of this rank's microbatches."""
         entry = self.entries.get(LogKey(LOSS, "mean"), _NOTHING)
-        return [value for values in entry.values.values() for value in values]
+        weighted = [value for values in entry.values.values() for value in values]
+        return weighted + [value for value, _ in entry.by_tokens]
 
     def add_loss(self, loss: Tensor, weight: int | Tensor) -> None:
         """Adds one microbatch's loss, weighted by its samples or (0-dim) its tokens."""

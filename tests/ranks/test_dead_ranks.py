@@ -46,6 +46,7 @@ class Case:
     timeout_s: float = 600.0
     peer_timeout_s: float = 6.0
     ckpt_path: str | None = None
+    async_save: bool = False
 
 
 KILLS = [
@@ -154,6 +155,7 @@ def fit(case: Case, **options: Any) -> Recorder:
             "micro_batch_size": 2,
             "peer_timeout_s": case.peer_timeout_s,
             "timeout_s": case.timeout_s,
+            "async_save": case.async_save,
         },
         max_steps=6,
         enable_checkpointing=True,

@@ -14,11 +14,11 @@ from tests.ranks.test_dead_ranks import Case, arm, fit, losses, with_folders
 
 STEP = "tests.ranks.trainers:Blocks.training_step"
 SIGNALS = [
-    Case("pp2", 1, STEP, 10, action="SIGTERM"),
+    Case("pp2", 1, STEP, 10, action="SIGTERM", async_save=True),
     Case("dp2", 0, "tests.ranks.test_dead_ranks:Points.on_train_batch_start", 3, action="SIGUSR1"),
     Case("dp2", 1, STEP, 6, action="SIGTERM"),
     Case("pp2", 1, "tests.ranks.trainers:Blocks.validation_step", 2, action="SIGTERM"),
-    Case("pp2", 0, STEP, 10, action="SIGUSR1"),
+    Case("pp2", 0, STEP, 10, action="SIGUSR1", async_save=True),
 ]
 """In a step, before a step, in the step before validation, in validation, and under SLURM."""
 UNDER_SLURM = 4
@@ -53,7 +53,8 @@ def test_a_signal_to_one_rank_saves_once_and_exits_cleanly(tmp_path):
     cases[UNDER_SLURM] = replace(cases[UNDER_SLURM], folder=str(slurm))
     slurm.mkdir()
     scontrol = slurm / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {slurm}/calls\n')
+    asked = f'echo "$@" $(ls -d {slurm}/hpc_ckpt_1.ckpt) >> {slurm}/calls'
+    scontrol.write_text(f"#!/bin/sh\n{asked}\n")
     scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
 
     runs = run_failing(interrupted, 2, cases)
@@ -64,7 +65,8 @@ def test_a_signal_to_one_rank_saves_once_and_exits_cleanly(tmp_path):
         saved = [path.name for path in Path(case.folder).iterdir() if "hpc" in path.name]
         assert saved == ["hpc_ckpt_1.ckpt"]
         assert "Stopped for a signal after step 3; resume with" in outcomes[0].output
-    assert (slurm / "calls").read_text() == "requeue 77\n", "one rank asks, once"
+    calls = (slurm / "calls").read_text()
+    assert calls == f"requeue 77 {slurm}/hpc_ckpt_1.ckpt\n", "one rank, once, with a checkpoint"
 
     # Under SLURM the checkpoint is found without being named.
     resumed = [replace(case, action="none", ckpt_path="hpc") for case in cases]

@@ -63,6 +63,12 @@ class TestTrials:
             "use_distributed_optimizer": True,
         }
 
+    def test_what_needs_a_switch_is_not_in_the_baseline(self):
+        asked = {"ep": 2, "overlap_moe": "1f1b", "delay_wgrad_compute": True}
+        trials = {found.name: found for found in plan_trials(asked, KNOWN | {"ep"})}
+        assert trials["safe"].arguments == {"ep": 2, "comm": "safe"}
+        assert trials["as configured"].arguments == asked
+
     def test_only_switches_that_the_strategy_has(self):
         names = [found.name for found in plan_trials({}, {"comm", "overlap_p2p"})]
         assert names == ["safe", "overlap_p2p", "comm=auto", "comm=max"]

@@ -92,15 +92,15 @@ class Recorder(Callback):
         strategy: Any = trainer.strategy
         gathered: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(gathered, mine, group=strategy.groups.world_cpu)
-        switches = strategy.switches
         self.window = Window(
             step_s=max(seconds for seconds, _ in gathered) / self.steps,
             losses=tuple(float(loss) for loss in self._losses),
             grad_norms=tuple(float(norm) for norm in self._norms),
             peak_bytes=max(peak for _, peak in gathered),
             switches={
-                field.name: str(getattr(switches, field.name).effective)
-                for field in dataclasses.fields(switches)
+                field.name: str(getattr(family, field.name).effective)
+                for family in (strategy.switches, strategy.expert_switches)
+                for field in dataclasses.fields(family)
             },
         )
 

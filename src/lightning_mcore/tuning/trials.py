@@ -35,6 +35,9 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
 )
 """The switches tried alone, each with those it cannot do without; the first names the trial."""
 
+_FOLLOWERS = {"delay_wgrad_compute", "num_distributed_optimizer_instances"}
+"""Arguments that need a switch, which the baseline has off."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -94,7 +97,7 @@ def plan_trials(
             name that is taken.
     """
     known = set(known)
-    switches = {name for change in SWITCHES for name in change}
+    switches = {name for change in SWITCHES for name in change} | _FOLLOWERS
     kept = {name: value for name, value in arguments.items() if name not in switches | {"comm"}}
     base = kept | {"comm": "safe"}
     trials = [Trial(name=BASELINE, arguments=base)]

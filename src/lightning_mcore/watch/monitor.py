@@ -221,6 +221,8 @@ class Monitor(threading.Thread):
         while time.monotonic() < until_s:
             if self._closed.wait(0.05) or not self._is_running(self._main):
                 return True
+            if self._progress.is_finishing:
+                return True
             with suppress(OSError, ValueError):
                 if select.select([self._connection.sock], [], [], 0)[0]:
                     for message in self._connection.receive() or ():

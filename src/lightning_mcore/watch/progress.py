@@ -22,6 +22,9 @@ class Progress:
     phase: str = "the start of the run"
     count: int = 0
     """Grows with everything that happens; a hang is when it does not."""
+    is_finishing: bool = False
+    """Whether the main thread completes a save after an error: it is in no collective then, ends by
+    itself, and must be given the time."""
     checkpoints: list[str] = field(default_factory=list)
     """Checkpoints that this run has completed or started from, oldest first."""
 
