@@ -18,7 +18,7 @@ TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])'
 PINS := $(wildcard constraints/$(TAG).txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs clean
+.PHONY: help demo test check format clean
 
 help:
 	@echo "make demo    train a small GPT on the standard library's source, tp=2 x pp=2 x vpp=2"

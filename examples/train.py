@@ -41,6 +41,7 @@ class GPT(L.LightningModule):
         # Optional: lets the strategy check the sizes before it starts anything.
         self.model_dims = {
             "num_layers": num_layers,
+            "hidden_size": hidden_size,
             "num_attention_heads": num_attention_heads,
             "seq_length": seq_length,
         }

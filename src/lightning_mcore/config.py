@@ -76,7 +76,7 @@ class SwitchRequest:
     """
 
     comm: Comm = "auto"
-    """What ``"auto"`` means below: ``"safe"`` overlaps nothing, ``"auto"`` what is known to help,
+    """What ``"auto"`` means below: ``"safe"`` overlaps nothing, ``"auto"`` what recipes have on,
     ``"max"`` all that can work."""
     sequence_parallel: Auto = "auto"
     """Shards activations outside the tensor-parallel regions along the sequence, ``tp`` ways.

@@ -29,7 +29,7 @@ from lightning_mcore.userbuffers import TPCommOverlap
 
 
 class MCoreStrategy(LoopStrategy):
-    """Trains a LightningModule on Megatron-Core with tensor, pipeline and data parallelism.
+    """Trains a LightningModule on Megatron-Core, cut by tensor, pipeline, sequence, expert and data.
 
     Switches take ``True``, ``False`` (obeyed or refused, never changed) or ``"auto"``. What each
     needs, excludes and gains, and how to see it working, is in docs/switches.md.
@@ -42,7 +42,7 @@ class MCoreStrategy(LoopStrategy):
         ep: Expert-parallel size: ranks that hold different experts.
         etp: Tensor-parallel size of experts. ``None``: like ``tp``.
         comm: What ``"auto"`` means for switches that overlap communication. ``"safe"``: none, the
-            baseline to compare with. ``"auto"``: what is known to help here. ``"max"``: all that
+            baseline to compare with. ``"auto"``: what published recipes have on. ``"max"``: all that
             can work.
         topology: The machines, for placing groups. ``None``: unknown, or found by a probe.
         micro_batch_size: Samples in a microbatch. ``None``: the whole batch without pipelining,
@@ -56,7 +56,7 @@ class MCoreStrategy(LoopStrategy):
             ``micro_batch_size``, ``model_dims['hidden_size']`` and the sequence length (here or
             there); every microbatch then has that shape.
         overlap_grad_reduce: Reduces gradients bucket by bucket during the backward pass. Needs a
-            gradient for every parameter in every step. Helps with ``dp > 1``; in a profile,
+            gradient for every parameter in every step. Helps with ``dp x cp > 1``; in a profile,
             reduce-scatters run beside the backward pass, from the second step on.
         overlap_param_gather: Gathers updated parameters during the next forward pass. Needs
             ``use_distributed_optimizer``, ``overlap_grad_reduce`` and Megatron layers.
