@@ -29,7 +29,7 @@ from lightning_mcore.userbuffers import TPCommOverlap
 
 
 class MCoreStrategy(LoopStrategy):
-    """Trains a LightningModule on Megatron-Core, cut by tensor, pipeline, sequence, expert and data.
+    """Trains a LightningModule on Megatron-Core, cut by tensor, layer, sequence, expert, data.
 
     Switches take ``True``, ``False`` (obeyed or refused, never changed) or ``"auto"``. What each
     needs, excludes and gains, and how to see it working, is in docs/switches.md.
@@ -42,8 +42,8 @@ class MCoreStrategy(LoopStrategy):
         ep: Expert-parallel size: ranks that hold different experts.
         etp: Tensor-parallel size of experts. ``None``: like ``tp``.
         comm: What ``"auto"`` means for switches that overlap communication. ``"safe"``: none, the
-            baseline to compare with. ``"auto"``: what published recipes have on. ``"max"``: all that
-            can work.
+            baseline to compare with. ``"auto"``: what published recipes have on. ``"max"``: all
+            that can work.
         topology: The machines, for placing groups. ``None``: unknown, or found by a probe.
         micro_batch_size: Samples in a microbatch. ``None``: the whole batch without pipelining,
             1 with it.
@@ -69,8 +69,8 @@ class MCoreStrategy(LoopStrategy):
             Needs ``overlap_grad_reduce``; splits the first stage only.
         grad_reduce_in_fp32: Accumulates and reduces gradients in fp32. ``"auto"``: with the mixed
             precisions. Needs fp32 main parameters.
-        average_in_collective: Lets NCCL divide the sum of gradients. Needs GPUs; excludes
-            ``per_token_loss``.
+        average_in_collective: Lets NCCL divide the sum of gradients. Needs GPUs, or torch 2.11
+            on CPU; excludes ``per_token_loss``.
         nccl_ub: Registers gradient and parameter buffers with NCCL, which then takes fewer SMs.
             Switches NVLink multicast on, so it is refused with ``NCCL_NVLS_ENABLE=0``.
         fsdp: Megatron-FSDP. Refused, with the reason.
