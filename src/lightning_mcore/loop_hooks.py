@@ -25,6 +25,7 @@ from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
+from lightning_mcore.environment.kept import kept_variables
 from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import agreeing_loader
@@ -100,7 +101,9 @@ class LoopStrategy(CheckpointStrategy):
         resolved = self._resolve(self.global_rank)
         self._layout, self._switches = resolved.layout, resolved.switches
         self._userbuffers = resolved.userbuffers
-        self._exits.enter_context(_variables(resolved.environment.to_set_in_ranks))
+        variables = resolved.environment.to_set_in_ranks
+        self._exits.enter_context(kept_variables(variables))
+        os.environ.update(variables)
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()
@@ -367,18 +370,3 @@ class LoopStrategy(CheckpointStrategy):
         """Pickles what the user asked for, not the processes and models of a run."""
         fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_pending", "_monitor"))
         return {**super().__getstate__(), **fresh, "_exits": ExitStack()}
-
-
-@contextmanager
-def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the time of a run."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

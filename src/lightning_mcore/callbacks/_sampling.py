@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile, record_function
+from typing_extensions import override
 
 from lightning_mcore._mcore.gloo_ranges import gloo_ranges
 from lightning_mcore.callbacks._ranks import group_names, wait_for_all
@@ -26,7 +28,7 @@ from lightning_mcore.timeline import Timeline, timeline_of
 from lightning_mcore.timeline.events import MARK
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,55 @@ class StepSampler:
         if self._recording is not None:
             self._recording.abandon()
             self._recording = None
+
+
+class SamplingCallback(Callback):
+    """A callback that does something with each sample that its sampler takes.
+
+    Args:
+        sampler: Decides which steps to record.
+    """
+
+    def __init__(self, sampler: StepSampler) -> None:
+        super().__init__()
+        self._sampler = sampler
+
+    def _report(self, trainer: Trainer, sample: Sample) -> None:
+        """Called on every rank at the end of the same batch; may be collective over the world."""
+        raise NotImplementedError
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sampler.begin(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._sampler.batch_starts(trainer, batch_idx)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        sample = self._sampler.batch_ends(trainer, batch_idx)
+        if sample is not None:
+            self._report(trainer, sample)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sampler.stop()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._sampler.stop()
 
 
 _RUNNING: weakref.WeakKeyDictionary[Trainer, _Recording] = weakref.WeakKeyDictionary()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
@@ -19,20 +18,20 @@ from lightning_mcore.callbacks._ranks import (
     layout_of,
     log_now,
 )
-from lightning_mcore.callbacks._sampling import Sample, StepSampler
+from lightning_mcore.callbacks._sampling import Sample, SamplingCallback, StepSampler
 from lightning_mcore.timeline import StepTimes, analyse, ideal_bubble_share
 from lightning_mcore.timeline.pictures import has_matplotlib, stacked_bars
 from lightning_mcore.timeline.summary import advice, scalars, summarise
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 __all__ = ["CommTimings"]
 
 _MOST_BARS = 24
 
 
-class CommTimings(Callback):
+class CommTimings(SamplingCallback):
     """Measures compute, exposed communication per group and idle time in a sample of steps.
 
     Every ``every_n_steps`` optimizer steps, ``window`` steps are recorded with ``torch.profiler``.
@@ -72,45 +71,12 @@ class CommTimings(Callback):
     """
 
     def __init__(self, every_n_steps: int = 500, window: int = 2, *, picture: bool = True) -> None:
-        super().__init__()
-        self._sampler = StepSampler(every_n_steps, window)
+        super().__init__(StepSampler(every_n_steps, window))
         self.picture = picture
         self.latest: list[StepTimes] = []
         """Figures of the latest sample, by rank; the same on every rank."""
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler.begin(trainer)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._sampler.batch_starts(trainer, batch_idx)
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        sample = self._sampler.batch_ends(trainer, batch_idx)
-        if sample is not None:
-            self._report(trainer, sample)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler.stop()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._sampler.stop()
-
     def _report(self, trainer: Trainer, sample: Sample) -> None:
         of_ranks = gather_objects(trainer, _figures(sample))
         problems = {rank: found[1] for rank, found in enumerate(of_ranks) if found[0] is None}

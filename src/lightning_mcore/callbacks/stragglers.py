@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from lightning_mcore.callbacks._ranks import (
     layout_of_rank,
     log_now,
 )
-from lightning_mcore.callbacks._sampling import StepSampler
+from lightning_mcore.callbacks._sampling import Sample, SamplingCallback, StepSampler
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.timeline import analyse
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Stragglers", "slow_ranks"]
 
 
-class Stragglers(Callback):
+class Stragglers(SamplingCallback):
     """Compares the ranks' compute time, and names those that are slow again and again.
 
     All ranks of a step end together, so a slow one does not show in their step times, but in how
@@ -63,7 +62,6 @@ class Stragglers(Callback):
         threshold: float = 1.15,
         patience: int = 2,
     ) -> None:
-        super().__init__()
         if threshold <= 1.0:
             raise ConfigurationError(
                 f"`threshold` ({threshold}) must be above 1: ranks always differ a little; use"
@@ -71,34 +69,18 @@ class Stragglers(Callback):
             )
         if patience < 1:
             raise ConfigurationError(f"`patience` ({patience}) must be at least 1.")
-        self._sampler = StepSampler(every_n_steps, window)
+        super().__init__(StepSampler(every_n_steps, window))
         self.threshold = threshold
         self.patience = patience
         self._slow_for: dict[int, int] = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler.begin(trainer)
+        super().on_train_start(trainer, pl_module)
         self._slow_for = {}
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._sampler.batch_starts(trainer, batch_idx)
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        sample = self._sampler.batch_ends(trainer, batch_idx)
-        if sample is None:
-            return
+    def _report(self, trainer: Trainer, sample: Sample) -> None:
         mine = None
         if sample.timeline is not None and sample.timeline.intervals:
             mine = analyse(sample.timeline, steps=sample.steps).compute_us
@@ -128,16 +110,6 @@ class Stragglers(Callback):
                     f" ({compute_us[rank] / 1e3:.1f} ms per step); look at its device's clocks and"
                     " temperature, and at what else runs on its host."
                 )
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler.stop()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._sampler.stop()
 
 
 def slow_ranks(compute_us: Sequence[float], stages: Mapping[int, int]) -> dict[int, float]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_mcore.callbacks._ranks import describe_rank, gather_objects
-from lightning_mcore.callbacks._sampling import StepSampler
+from lightning_mcore.callbacks._sampling import Sample, SamplingCallback, StepSampler
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.timeline import merged_trace
 
@@ -28,7 +27,7 @@ __all__ = ["TraceExport"]
 _NEVER_AGAIN = 2**62
 
 
-class TraceExport(Callback):
+class TraceExport(SamplingCallback):
     """Records ``window`` steps once and writes ``trace-step-N.json.gz``.
 
     Open it at https://ui.perfetto.dev: each rank is a process, with the schedule's passes, compute,
@@ -37,7 +36,7 @@ class TraceExport(Callback):
 
     Cost: one sample as of ``CommTimings`` (they share it if they sample the same steps), sending
     every rank's kernels to rank zero (about 20 bytes packed per kernel) and writing them. Nothing
-    in other steps but two comparisons.
+    in other steps but two comparisons and two reads of the host's clock.
 
     Args:
         at_step: Optimizer steps before the first one recorded; leave some for warming up. A run
@@ -52,40 +51,20 @@ class TraceExport(Callback):
     def __init__(
         self, at_step: int = 10, window: int = 1, *, dirpath: str | Path | None = None
     ) -> None:
-        super().__init__()
         if at_step < 0:
             raise ConfigurationError(f"`at_step` ({at_step}) must be at least 0; use 10.")
-        self._sampler = StepSampler(_NEVER_AGAIN, window, first=at_step)
+        super().__init__(StepSampler(_NEVER_AGAIN, window, first=at_step))
         self.dirpath = dirpath
         self.path: Path | None = None
         """Of the file, on every rank, once it is written."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self.path = None
-        self._sampler.begin(trainer)
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self.path is None:
-            self._sampler.batch_starts(trainer, batch_idx)
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if self.path is not None:
-            return
-        sample = self._sampler.batch_ends(trainer, batch_idx)
-        if sample is None:
-            return
+    def _report(self, trainer: Trainer, sample: Sample) -> None:
         of_ranks = gather_objects(trainer, (sample.timeline, sample.problem))
         folder = Path(trainer.default_root_dir if self.dirpath is None else self.dirpath)
         self.path = folder / f"trace-step-{sample.first_step}.json.gz"
@@ -105,13 +84,3 @@ class TraceExport(Callback):
             f"TraceExport wrote {self.path}: open it at https://ui.perfetto.dev, or draw it with"
             f" lightning-mcore timeline {self.path} -o pipeline.svg"
         )
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sampler.stop()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._sampler.stop()

@@ -24,7 +24,7 @@ from lightning_mcore.environment import (
     uses_of,
 )
 from lightning_mcore.errors import ConfigurationError
-from lightning_mcore.experts import ExpertPlan, choose_experts, plan_experts
+from lightning_mcore.experts import ExpertPlan, ExpertSwitches, choose_experts, plan_experts
 from lightning_mcore.findings import Finding, Findings
 from lightning_mcore.layout import Axis, Layout
 from lightning_mcore.precision import MCorePrecision
@@ -82,6 +82,8 @@ class Run:
     """Where the groups of each axis lie."""
     num_microbatches: int | None
     """Microbatches in a batch of ``data.batch_size`` samples; ``None`` if that is not known."""
+    expert_switches: ExpertSwitches | None = None
+    """Settings of expert layers; ``None`` without a layout."""
     experts: ExpertPlan | None = None
     """Dispatcher and overlap of experts, where ``ep`` is above 1 and their number is known."""
 
@@ -183,9 +185,8 @@ def make_report(
         topology, notes = _topology(asked, machines, hardware, launch, environ)
         run = _plan(asked, machines, topology, environ, found)
         uses = None
-        if run.layout is not None and run.switches is not None:
-            experts, _ = choose_experts(run.config.request.experts, run.layout, run.facts)
-            uses = uses_of(run.layout, run.switches, experts, run.facts)
+        if run.layout and run.switches and run.expert_switches:
+            uses = uses_of(run.layout, run.switches, run.expert_switches, run.facts)
     environment = EnvironmentPlan(wanted=(), findings=())
     if uses is not None:
         environment = plan_environment(uses, environ)
@@ -305,6 +306,13 @@ def _plan(
             found.add(finding)
     if asked.unread:
         switches = None
+    expert_switches, experts = None, None
+    if layout is not None:
+        # A run would refuse the same.
+        expert_switches, of_experts = choose_experts(asked.request.experts, layout, facts)
+        for finding in of_experts:
+            found.add(finding)
+        experts = _plan_experts(asked, layout, facts, topology, found)
     return Run(
         config=asked,
         facts=facts,
@@ -313,35 +321,36 @@ def _plan(
         switches=switches,
         groups={} if layout is None else place_groups(layout, topology),
         num_microbatches=None if layout is None else _microbatches(asked, layout, found),
-        experts=None if layout is None else _experts(asked, layout, facts, topology, found),
+        expert_switches=expert_switches,
+        experts=experts,
     )
 
 
-def _experts(
+def _plan_experts(
     asked: RunConfig, layout: Layout, facts: Facts, topology: Topology, found: Findings
 ) -> ExpertPlan | None:
-    """What becomes of the settings for experts; the run would refuse the same."""
-    _, findings = choose_experts(asked.request.experts, layout, facts)
-    plan = None
+    """The plan for experts, where they are spread and their number is known."""
     experts = asked.dims.num_moe_experts
-    if layout.ep > 1 and experts and not experts % layout.ep:
-        fits = topology.num_gpus == layout.world_size
-        plan = plan_experts(
-            experts,
-            layout.ep,
-            topology if fits else replace(topology, nodes=1, gpus_per_node=layout.world_size),
-            tp=layout.tp,
-            pp=layout.pp,
-            vpp=layout.vpp,
-            etp=layout.etp,
-            hidden_size=asked.dims.hidden_size,
-            request=asked.request.experts,
-            engine_version=facts.engine_version,
-            precision=facts.precision,
-        )
-        findings = [*findings, *(f for f in plan.findings if f.severity != "error")]
-    for finding in findings:
-        found.add(finding)
+    if layout.ep == 1 or not experts or experts % layout.ep:
+        return None
+    fits = topology.num_gpus == layout.world_size
+    plan = plan_experts(
+        experts,
+        layout.ep,
+        topology if fits else replace(topology, nodes=1, gpus_per_node=layout.world_size),
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        etp=layout.etp,
+        hidden_size=asked.dims.hidden_size,
+        request=asked.request.experts,
+        engine_version=facts.engine_version,
+        precision=facts.precision,
+    )
+    for finding in plan.findings:
+        # The plan supposes packages to be there; what they would break here has been found.
+        if finding.severity != "error":
+            found.add(finding)
     return plan
 
 

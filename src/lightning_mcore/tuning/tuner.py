@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import inspect
 import logging
-import os
 import platform
 import tempfile
 import warnings
@@ -26,6 +25,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_mcore.callbacks import CommTimings
+from lightning_mcore.environment.kept import kept_variables
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.strategy import MCoreStrategy
 from lightning_mcore.timeline import StepTimes
@@ -49,6 +49,8 @@ _TRAINER_OURS = (
     "default_root_dir",
 )
 """Arguments of the Trainer that a tuner sets itself."""
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+"""Variables by which Lightning's seeding is inherited."""
 _PROFILED = 2
 """Steps of the last round that are profiled, behind its window."""
 
@@ -125,7 +127,12 @@ class MCoreTuner:
         Raises:
             ConfigurationError: If even the baseline cannot run.
         """
-        with tempfile.TemporaryDirectory() as folder, _random_state_kept(), _quiet():
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            isolate_rng(),
+            kept_variables(_SEEDS),
+            _quiet(),
+        ):
             start = self._save_start(Path(folder))
             windows: dict[str, list[Window]] = {}
             beside: dict[str, list[float]] = {}
@@ -279,19 +286,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Puts back the random state and the variables by which Lightning's seeding is inherited."""
-    names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-    before = {name: os.environ.get(name) for name in names}
-    with isolate_rng():
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
