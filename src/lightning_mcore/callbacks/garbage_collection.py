@@ -6,11 +6,11 @@ What enters: steps. What leaves: nothing. Every rank calls it; none waits for an
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_mcore.callbacks._periodic import PeriodicCallback
 from lightning_mcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["GarbageCollection"]
 
 
-class GarbageCollection(Callback):
+class GarbageCollection(PeriodicCallback):
     """Switches automatic garbage collection off during training, and collects every N steps.
 
     Python collects when enough objects were made, on each rank at another moment. All ranks of a
@@ -40,38 +40,24 @@ class GarbageCollection(Callback):
     """
 
     def __init__(self, every_n_steps: int = 100, *, generation: int = 2) -> None:
-        super().__init__()
-        if every_n_steps < 1:
-            raise ConfigurationError(f"`every_n_steps` ({every_n_steps}) must be at least 1.")
+        super().__init__(every_n_steps)
         if generation not in (0, 1, 2):
             raise ConfigurationError(
                 f"`generation` ({generation}) must be 0, 1 or 2; use 2 to collect everything."
             )
-        self.every_n_steps = every_n_steps
         self.generation = generation
         self._was_on = False
-        self._last = -1
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._was_on = gc.isenabled()
         gc.disable()
         gc.collect()
-        self._last = trainer.global_step
+        super().on_train_start(trainer, pl_module)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        step = trainer.global_step
-        if step != self._last and step % self.every_n_steps == 0:
-            self._last = step
-            gc.collect(self.generation)
+    def _at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gc.collect(self.generation)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,15 +5,14 @@ What enters: the allocator's counters. What leaves: values over all ranks. Every
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_mcore.callbacks._periodic import PeriodicCallback
 from lightning_mcore.callbacks._ranks import gather_objects, log_now
-from lightning_mcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +22,7 @@ __all__ = ["MemoryStats"]
 _GIB = 2**30
 
 
-class MemoryStats(Callback):
+class MemoryStats(PeriodicCallback):
     """Logs memory every ``every_n_steps`` optimizer steps, in GiB, the same on all ranks.
 
     * On GPUs ``memory/allocated_gib`` (tensors now), ``memory/reserved_gib`` (held from the device)
@@ -47,30 +46,11 @@ class MemoryStats(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, *, per_rank: bool = False) -> None:
-        super().__init__()
-        if every_n_steps < 1:
-            raise ConfigurationError(f"`every_n_steps` ({every_n_steps}) must be at least 1.")
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.per_rank = per_rank
-        self._last = -1
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = trainer.global_step
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        step = trainer.global_step
-        if step == self._last or step % self.every_n_steps:
-            return
-        self._last = step
+    def _at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = trainer.strategy.root_device
         of_ranks = gather_objects(trainer, _read(device))
         largest = "peak_gib" if device.type == "cuda" else "rss_gib"

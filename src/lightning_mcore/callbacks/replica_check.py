@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_mcore.callbacks._periodic import PeriodicCallback
 from lightning_mcore.callbacks._ranks import (
     describe_rank,
     gather_objects,
     layout_of,
     layout_of_rank,
 )
-from lightning_mcore.errors import ConfigurationError, MCoreError
+from lightning_mcore.errors import MCoreError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -35,7 +35,7 @@ class ReplicasDiffer(MCoreError, RuntimeError):
     """Copies of a parameter that must be equal are not: training went on from wrong weights."""
 
 
-class ReplicaCheck(Callback):
+class ReplicaCheck(PeriodicCallback):
     """Compares parameters over data-parallel ranks every ``every_n_steps`` optimizer steps.
 
     Ranks that hold copies of the same parameters compare a hash of each: data-parallel and
@@ -56,29 +56,10 @@ class ReplicaCheck(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1000) -> None:
-        super().__init__()
-        if every_n_steps < 1:
-            raise ConfigurationError(f"`every_n_steps` ({every_n_steps}) must be at least 1.")
-        self.every_n_steps = every_n_steps
-        self._last = -1
+        super().__init__(every_n_steps)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = trainer.global_step
-
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        step = trainer.global_step
-        if step == self._last or step % self.every_n_steps:
-            return
-        self._last = step
+    def _at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if hasattr(trainer.strategy, "sync_parameters"):
             trainer.strategy.sync_parameters()
         mine = {
@@ -91,8 +72,9 @@ class ReplicaCheck(Callback):
             places = ", ".join(describe_rank(trainer, rank) for rank in ranks)
             raise ReplicasDiffer(
                 f"Parameter {name} must be equal on ranks that hold copies of it, but after step"
-                f" {step} it differs on {places} from the first of them; resume from an earlier"
-                " checkpoint, and check those ranks' devices and any collectives of your own."
+                f" {trainer.global_step} it differs on {places} from the first of them; resume from"
+                " an earlier checkpoint, and check those ranks' devices and any collectives of"
+                " your own."
             )
 
 
