@@ -1,4 +1,4 @@
-"""CommTimings and TraceExport on GPUs over NCCL. Not run yet: written from recorded traces."""
+"""CommTimings and TraceExport on GPUs over NCCL."""
 
 from __future__ import annotations
 

@@ -31,8 +31,6 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-import torch
-
 from lightning_mcore.errors import ConfigurationError, MCoreError
 from lightning_mcore.testing._rank import Rank, StartMethod
 
@@ -90,8 +88,9 @@ def run_ranks(
         *args: Passed on, pickled.
         timeout_s: Seconds that all ranks together may take, start included.
         env: Further variables for the ranks; ``None`` removes one.
-        start_method: How processes start: ``"forkserver"`` unless torch sees a GPU, where ranks
-            must not be forked: ``"spawn"``. ``"fork"`` forks this process, threads and all.
+        start_method: How processes start. ``"forkserver"``, unless given: from a server that has
+            imported the engine and touched no GPU. ``"spawn"`` imports everything in each rank;
+            ``"fork"`` forks this process, threads and all.
         **kwargs: Passed on, pickled.
 
     Returns:
@@ -106,7 +105,7 @@ def run_ranks(
         raise ConfigurationError(f"`world_size` ({world_size}) must be at least 1; use 1 or more.")
     payload = _pickled(fn, args, kwargs)
     start_s = time.monotonic()
-    method = start_method or ("spawn" if torch.cuda.is_available() else "forkserver")
+    method = start_method or "forkserver"
     ranks: list[Rank] = []
     with _reserved_port() as port:
         try:
@@ -139,11 +138,12 @@ def _reserved_port() -> Iterator[int]:
     """A port that nobody else is given meanwhile, and rank 0 can listen on.
 
     A socket that is bound keeps the port from others; as long as it does not listen itself, one
-    that reuses addresses may.
+    that reuses addresses may. Bound to all addresses, as rank 0 will be: NCCL may listen on the
+    same port of another address.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
+        reserved.bind(("", 0))
         yield reserved.getsockname()[1]
 
 

@@ -32,6 +32,7 @@ PRELOADED = (
     "lightning.pytorch",
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "transformer_engine.pytorch",  # what cannot be imported is left out
 )
 STACK_SIGNAL = signal.SIGUSR2
 LAST_LINES = 20
@@ -69,7 +70,13 @@ def _start_server(environment: Mapping[str, str]) -> None:
     # The engine's warnings about missing GPU extensions would appear with the first test.
     quiet = "ignore:Apex is not installed,ignore:Transformer Engine and Apex are not installed"
     warnings = ",".join(filter(None, (quiet, environment.get("PYTHONWARNINGS"))))
-    with _environ({**environment, "PYTHONPATH": path, "PYTHONWARNINGS": warnings}):
+    # Imports look for GPUs. Asking CUDA itself would make it unusable in ranks; NVML does not.
+    added = {
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": warnings,
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    with _environ({**environment, **added}):
         forkserver.ensure_running()
 
 
