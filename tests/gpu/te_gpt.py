@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,25 +29,36 @@ def needs_gpus(count: int) -> Any:
     return pytest.mark.skipif(count > GPUS or not HAS_TE, reason=reason)
 
 
-def te_chunk(*, is_first: bool, is_last: bool, vp_stage: int | None, **fields: Any) -> nn.Module:
+def te_chunk(
+    dims: dict[str, Any],
+    seq: int,
+    *,
+    is_first: bool,
+    is_last: bool,
+    vp_stage: int | None,
+    **fields: Any,
+) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
+        **{
+            "num_layers": LAYERS,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": HEADS,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "gradient_accumulation_fusion": False,
+            **dims,
+        },
         **fields,
     )
     return GPTModel(
         config,
         get_gpt_layer_with_transformer_engine_spec(),
         VOCAB,
-        SEQ,
+        seq,
         pre_process=is_first,
         post_process=is_last,
         vp_stage=vp_stage,
@@ -72,12 +84,19 @@ def fill_by_name(chunk: Any, layout: Any) -> None:
 
 
 class TEGPT(L.LightningModule):
-    """Counts the tokens of a mask; its step is the same for any ``cp`` and ``tp``."""
+    """Counts the tokens of a mask; its step is the same for any ``cp`` and ``tp``.
 
-    model_dims = {"seq_length": SEQ, "hidden_size": HIDDEN, "num_attention_heads": HEADS}  # noqa: RUF012
+    ``dims`` are fields of the engine's TransformerConfig other than those of the small model.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, seq: int = SEQ, **dims: Any) -> None:
         super().__init__()
+        self.seq, self.dims = seq, dims
+        self.model_dims = {
+            "seq_length": seq,
+            "hidden_size": dims.get("hidden_size", HIDDEN),
+            "num_attention_heads": dims.get("num_attention_heads", HEADS),
+        }
         self.model: nn.Module | None = None
 
     def configure_model(self) -> None:
@@ -86,8 +105,9 @@ class TEGPT(L.LightningModule):
 
     def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
         where = {"is_first": stage.is_first, "is_last": stage.is_last, "vp_stage": stage.vp_stage}
-        chunk = te_chunk(**where, **fields)
-        fill_by_name(chunk, self.trainer.strategy.layout)
+        chunk = te_chunk(self.dims, self.seq, **where, **fields)
+        if "hidden_size" not in self.dims:  # a wide model would take seconds, for nothing
+            fill_by_name(chunk, self.trainer.strategy.layout)
         return chunk
 
     def losses(self, batch: Any) -> Tensor:
@@ -109,15 +129,15 @@ class TEGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3)
 
 
-def te_dataset(samples: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def te_dataset(samples: int, seq: int = SEQ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Tokens, labels and an uneven mask."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for _ in range(samples):
         start, step = torch.randint(0, VOCAB, (2,), generator=generator).tolist()
-        row = (start + (2 * (step % 3) + 1) * torch.arange(SEQ + 1)) % VOCAB
-        kept = torch.rand(SEQ, generator=generator) < torch.rand(1, generator=generator)
-        kept[: SEQ // 4] = False
+        row = (start + (2 * (step % 3) + 1) * torch.arange(seq + 1)) % VOCAB
+        kept = torch.rand(seq, generator=generator) < torch.rand(1, generator=generator)
+        kept[: seq // 4] = False
         rows.append((row[:-1].clone(), row[1:].clone(), kept.float()))
     return rows
 
@@ -137,14 +157,19 @@ class Seen(L.Callback):
 
 
 def te_train(
-    devices: int, strategy: dict[str, Any], *, module: Any = None, validation: int = BATCH
+    devices: int,
+    strategy: dict[str, Any],
+    *,
+    module: TEGPT | None = None,
+    validation: int = BATCH,
+    callbacks: Sequence[L.Callback] = (),
 ) -> Seen:
     """Trains on this rank and validates once, on ``validation`` samples."""
-    seen = Seen()
+    seen, module = Seen(), module or TEGPT()
     trainer = L.Trainer(
         accelerator="gpu",
         devices=devices,
-        strategy=MCoreStrategy(per_token_loss=True, micro_batch_size=2, **strategy),
+        strategy=MCoreStrategy(**{"per_token_loss": True, "micro_batch_size": 2, **strategy}),
         precision="bf16-mixed",
         max_epochs=1,
         limit_train_batches=STEPS,
@@ -154,13 +179,13 @@ def te_train(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[seen],
+        callbacks=[seen, *callbacks],
         # Named, since looking for others starts MPI where mpi4py is installed.
         plugins=[LightningEnvironment()],
     )
-    data = te_dataset(STEPS * BATCH)
+    data = te_dataset(STEPS * BATCH, module.seq)
     trainer.fit(
-        module or TEGPT(),
+        module,
         DataLoader(data, batch_size=BATCH),
         DataLoader(data[:validation], batch_size=BATCH),
     )

@@ -14,6 +14,7 @@ from lightning_mcore.callbacks import CommTimings, TraceExport
 from lightning_mcore.testing import run_ranks
 from lightning_mcore.timeline import StepTimes, load_timelines
 from tests.gpt import GPT, token_dataset
+from tests.gpu.te_gpt import TEGPT, needs_gpus, te_train
 from tests.ranks.trainers import loader
 
 GPUS = torch.cuda.device_count()
@@ -53,3 +54,40 @@ def test_nccl_is_attributed_to_its_group(strategy, group, tmp_path):
     for timeline in load_timelines([trace]):
         passes = [m for m in timeline.marks if m.name in ("forward", "backward")]
         assert any(mark.on_device for mark in passes)
+
+
+WIDE = {"seq": 2048, "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 4}
+"""Wide enough that the GPU, not the host, takes the time of a step."""
+
+
+def exposed(switches: dict[str, Any], group: str) -> list[tuple[float, float, int]]:
+    """Exposed and total microseconds of ``group``, and its operations, on each rank."""
+    timings = CommTimings(5, 1, picture=False)
+    te_train(2, {"micro_batch_size": 4, **switches}, module=TEGPT(**WIDE), callbacks=[timings])
+    times = [rank.groups[group] for rank in timings.latest]
+    return [(found.exposed_us, found.busy_us, found.operations) for found in times]
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize(
+    ("common", "off", "on", "group"),
+    [
+        ({}, {"comm": "safe"}, {"overlap_grad_reduce": True}, "dp"),
+        (
+            {"tp": 2, "sequence_parallel": True},
+            {"tp_comm_overlap": False},
+            {"tp_comm_overlap": True},
+            "tp",
+        ),
+    ],
+    ids=["gradients", "userbuffers"],
+)
+def test_overlap_lowers_exposed_time(common, off, on, group):
+    """What is hidden under compute on the device no longer counts as exposed."""
+    plain = run_ranks(exposed, 2, {**common, **off}, group, timeout_s=240)[0]
+    overlapped = run_ranks(exposed, 2, {**common, **on}, group, timeout_s=240)[0]
+    print("exposed, total, operations:", plain, overlapped)
+    for (before, _, _), (after, total, operations) in zip(plain, overlapped, strict=True):
+        assert operations > 0
+        assert after < 0.8 * before
+        assert after < 0.8 * total

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_mcore import ConfigurationError, GemmOverlap, TPCommOverlap
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import BATCH, STEPS, needs_gpus, te_train
+from tests.gpu.te_gpt import BATCH, STEPS, TEGPT, needs_gpus, te_train
 
 pytestmark = [pytest.mark.slow, needs_gpus(2)]
 
@@ -50,6 +50,25 @@ def test_as_without(name, without):
         assert validation == pytest.approx(without[1], abs=2e-3)
         if os.environ.get("NCCL_NVLS_ENABLE") == "0":
             assert skipmc == "1"
+
+
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+def train_fp8(overlap: Any) -> Any:
+    return te_train(2, {**SPLIT, "tp_comm_overlap": overlap}, module=TEGPT(**FP8)).steps
+
+
+def test_fp8(without):
+    """Buffers that hold fp8; a model in fp8 follows the one in bf16."""
+    plain = run_ranks(train_fp8, 2, False, timeout_s=300)[0]
+    for (loss, _), (in_bf16, _) in zip(plain, without[0], strict=True):
+        assert loss == pytest.approx(in_bf16, abs=5e-2)
+    assert [loss for loss, _ in plain] != [loss for loss, _ in without[0]]
+    for steps in run_ranks(train_fp8, 2, TPCommOverlap(quantization="fp8"), timeout_s=300):
+        for (loss, norm), (expected, expected_norm) in zip(steps, plain, strict=True):
+            assert loss == pytest.approx(expected, abs=2e-2)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)
 
 
 def mistake(name: str) -> str:
