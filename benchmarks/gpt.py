@@ -75,7 +75,7 @@ def call_gpt(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 class TokenRows(Dataset[tuple[Tensor, Tensor]]):
     """Rows of random tokens from memory, without an end that a benchmark could reach."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         self._rows = torch.randint(0, size.vocab, (64, size.seq + 1), generator=generator)
 
@@ -94,20 +94,38 @@ class EndlessOrder(DistributedSampler[Any]):
         return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
 
 
-def batches(size: Size, *, replicas: int, replica: int) -> DataLoader[Any]:
+def batches(size: Any, *, replicas: int, replica: int) -> DataLoader[Any]:
     """Batches of one data-parallel rank, the same for every loop that is compared."""
     rows = TokenRows(size)
     order = EndlessOrder(rows, replicas, replica, shuffle=False)
-    return DataLoader(rows, batch_size=size.batch, sampler=order)
+    return DataLoader(
+        rows, batch_size=size.batch, sampler=order, pin_memory=torch.cuda.is_available()
+    )
 
 
 class GPT(pl.LightningModule):
-    """An ordinary LightningModule; ``build`` makes its model from a factory of chunks."""
+    """An ordinary LightningModule; ``build`` makes its model from a factory of chunks.
 
-    def __init__(self, size: Size, build: Callable[[pl.Trainer, Any], nn.Module]) -> None:
+    Args:
+        size: Of the model, whatever ``chunk`` takes.
+        build: Makes the model from the Trainer and a factory of chunks.
+        chunk: Builds a chunk, like ``gpt_chunk``.
+        call: Calls the model for losses, like ``call_gpt``.
+    """
+
+    def __init__(
+        self,
+        size: Any,
+        build: Callable[[pl.Trainer, Any], nn.Module],
+        *,
+        chunk: Callable[..., nn.Module] = gpt_chunk,
+        call: Callable[[nn.Module, Tensor, Tensor], Tensor] = call_gpt,
+    ) -> None:
         super().__init__()
         self.size = size
         self.build = build
+        self.chunk = chunk
+        self.call = call
         self.fields: dict[str, Any] = {}
         """What the strategy decided, for a direct loop that is to be configured alike."""
         self.model: nn.Module | None = None
@@ -118,7 +136,7 @@ class GPT(pl.LightningModule):
 
     def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
         self.fields = fields
-        return gpt_chunk(
+        return self.chunk(
             self.size,
             is_first=stage.is_first,
             is_last=stage.is_last,
@@ -129,9 +147,29 @@ class GPT(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, labels = batch
         assert self.model is not None
-        loss = call_gpt(self.model, tokens, labels).mean()
+        loss = self.call(self.model, tokens, labels).mean()
         self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+class FusedGPT(GPT):
+    """The same with torch's fused AdamW, for Lightning's own strategies.
+
+    Their precision plugins refuse to clip for fused optimizers, or (FSDP) to clip by norm at all,
+    so the module clips itself.
+    """
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def configure_gradient_clipping(self, optimizer: Any, *limits: Any, **named: Any) -> None:
+        model: Any = self.trainer.strategy.model
+        if hasattr(model, "clip_grad_norm_"):
+            model.clip_grad_norm_(CLIP_NORM)
+        else:
+            nn.utils.clip_grad_norm_(self.parameters(), CLIP_NORM)

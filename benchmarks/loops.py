@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,9 +21,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
-from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, Size, batches, call_gpt, gpt_chunk
+from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, batches, call_gpt, gpt_chunk
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Opens a context around a block of steps, in the thread that runs them."""
@@ -35,7 +37,14 @@ class TrainerLoop(pl.Callback):
     does in a loop. Only one thread runs at a time.
     """
 
-    def __init__(self, strategy: Any, module: GPT, loader: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        module: GPT,
+        loader: Any,
+        device: torch.device,
+        precision: Any = "32-true",
+    ) -> None:
         self.module = module
         self.losses: list[Tensor] = []
         self.keep_losses = False
@@ -50,6 +59,7 @@ class TrainerLoop(pl.Callback):
             accelerator=device.type if device.type == "cpu" else "gpu",
             devices=dist_size(),
             strategy=strategy,
+            precision=precision,
             gradient_clip_val=CLIP_NORM,
             callbacks=[self],
             max_epochs=1,
@@ -71,12 +81,24 @@ class TrainerLoop(pl.Callback):
         self._wait()
 
     def stop(self) -> None:
-        """Lets ``fit`` come to its end, which takes one more step."""
+        """Lets ``fit`` come to its end, which may take one more step."""
         self.trainer.should_stop = True
         self._left, self._around = 2, nullcontext
         self._go.release()
         self._wait()
         self._thread.join()
+
+    def release(self) -> None:
+        """Frees parameters, gradients and optimizer state, after which only ``stop`` may follow.
+
+        Lightning's own strategies copy them all to the host when they end, which takes longer than
+        a benchmark of a large model. Not for sharded models.
+        """
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty(0)
 
     def _wait(self) -> None:
         self._done.acquire()
@@ -116,45 +138,58 @@ class DirectLoop:
         size: Of the model.
         stages: This rank's stages in pipeline order.
         fields: Of the engine's TransformerConfig: what the strategy gave its factory.
-        switches: Effective values by name: the DDP switches.
-        weights: State dict of each chunk to start from.
+        switches: Fields of the engine's DDP config.
+        weights: State dict of each chunk to start from; ``None``: as built.
         device: Of this rank.
+        optimizer: Further fields of the engine's OptimizerConfig.
+        micro_batch_size: Samples; ``None``: the whole batch, without a pipeline.
+        chunk: Builds a chunk, like ``gpt_chunk``.
+        call: Calls the model for losses, like ``call_gpt``.
+        seed: Called with each stage before its chunk is built.
     """
 
     def __init__(
         self,
-        size: Size,
+        size: Any,
         stages: Sequence[Any],
         fields: dict[str, Any],
         switches: dict[str, Any],
-        weights: Sequence[dict[str, Any]],
+        weights: Sequence[dict[str, Any]] | None,
         device: torch.device,
+        *,
+        optimizer: Mapping[str, Any] = MappingProxyType({}),
+        micro_batch_size: int | None = None,
+        chunk: Callable[..., nn.Module] = gpt_chunk,
+        call: Callable[[nn.Module, Tensor, Tensor], Tensor] = call_gpt,
+        seed: Callable[[Any], None] = lambda stage: None,
     ) -> None:
         self._device = device
         self._size = size
+        self._call = call
         self.losses: list[Tensor] = []
         self.keep_losses = False
-        chunks = [
-            gpt_chunk(
-                size, is_first=s.is_first, is_last=s.is_last, vp_stage=s.vp_stage, **fields
-            ).to(device)
-            for s in stages
-        ]
-        for chunk, state in zip(chunks, weights, strict=True):
-            chunk.load_state_dict(state)
-        config = copy.copy(chunks[0].config)
+        chunks: list[Any] = []
+        for stage in stages:
+            seed(stage)
+            place = {"is_first": stage.is_first, "is_last": stage.is_last}
+            chunks.append(chunk(size, **place, vp_stage=stage.vp_stage, **fields).to(device))
+        for built, state in zip(chunks, weights or (), strict=weights is not None):
+            built.load_state_dict(state)
+        self.config = config = copy.copy(chunks[0].config)
+        if config.bf16:
+            chunks = [Float16Module(config, built) for built in chunks]
         self.ddp_config = DistributedDataParallelConfig(**switches)
         self._chunks: list[Any] = [
-            DistributedDataParallel(config, self.ddp_config, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
+            DistributedDataParallel(config, self.ddp_config, built, disable_bucketing=index > 0)
+            for index, built in enumerate(chunks)
         ]
         self._gathers_late = self.ddp_config.overlap_param_gather
         self._is_first_step = True
-        for chunk in self._chunks:
-            chunk.broadcast_params()
+        for wrapped in self._chunks:
+            wrapped.broadcast_params()
             if self._gathers_late:
-                chunk.disable_forward_pre_hook(param_sync=False)
-        optimizer_config = OptimizerConfig(
+                wrapped.disable_forward_pre_hook(param_sync=False)
+        self.optimizer_config = OptimizerConfig(
             optimizer="adam",
             lr=LEARNING_RATE,
             weight_decay=WEIGHT_DECAY,
@@ -162,13 +197,15 @@ class DirectLoop:
             adam_beta2=0.999,
             adam_eps=1e-8,
             clip_grad=CLIP_NORM,
+            bf16=config.bf16,
             params_dtype=fields["params_dtype"],
             use_distributed_optimizer=self.ddp_config.use_distributed_optimizer,
             overlap_param_gather=self._gathers_late,
+            **optimizer,
         )
         # No overrides: one parameter group with weight decay, as in configure_optimizers.
         self._optimizer = get_megatron_optimizer(
-            optimizer_config, self._chunks, config_overrides={}
+            self.optimizer_config, self._chunks, config_overrides={}
         )
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self._optimizer.scale_loss
@@ -182,7 +219,8 @@ class DirectLoop:
         self._schedule = get_forward_backward_func()
         self._replicas = parallel_state.get_data_parallel_world_size()
         replica = parallel_state.get_data_parallel_rank()
-        self._pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        self._micro_batch_size = micro_batch_size or (size.micro_batch if pipelined else size.batch)
         self._batches = iter(batches(size, replicas=self._replicas, replica=replica))
 
     def run(self, steps: int, around: Around = nullcontext) -> None:
@@ -193,14 +231,14 @@ class DirectLoop:
 
     def _step(self) -> None:
         batch = [tensor.to(self._device, non_blocking=True) for tensor in next(self._batches)]
-        size = self._size.micro_batch if self._pipelined else self._size.batch
+        size = self._micro_batch_size
         microbatches = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         one = len(self._chunks) == 1
         records = self._schedule(
-            forward_step_func=_forward_step,
+            forward_step_func=self._forward_step,
             data_iterator=(
                 iter(microbatches) if one else [iter(microbatches) for _ in self._chunks]
             ),
@@ -223,10 +261,9 @@ class DirectLoop:
             if self.keep_losses:
                 self.losses.append(loss)
 
-
-def _forward_step(iterator: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-    tokens, labels = next(iterator)
-    return call_gpt(chunk, tokens, labels), _mean
+    def _forward_step(self, iterator: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
+        tokens, labels = next(iterator)
+        return self._call(chunk, tokens, labels), _mean
 
 
 def _mean(output: Tensor) -> tuple[Tensor, Tensor]:

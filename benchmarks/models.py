@@ -66,6 +66,11 @@ class Model:
         return self.groups or self.heads
 
     @property
+    def micro_batch(self) -> int:
+        """Samples per microbatch where there is a pipeline."""
+        return 1
+
+    @property
     def tokens(self) -> int:
         """Per data-parallel rank and step."""
         return self.batch * self.seq
@@ -302,7 +307,9 @@ def call_gpt(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------ plain torch
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Attention and MLP with their norms: what is compiled, and sharded, as one."""
+
     def __init__(self, model: Model) -> None:
         super().__init__()
         self._sizes = [heads * model.head_dim for heads in (model.heads, *[model.query_groups] * 2)]
@@ -372,7 +379,7 @@ class TorchGPT(nn.Module):
             raise ValueError(f"There is no plain torch twin of {model.name}, which has experts.")
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.positions = None if model.llama else nn.Embedding(model.seq, model.hidden)
-        self.blocks = nn.ModuleList(_Block(model) for _ in range(model.layers))
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.head = _Head(model)
         self._rotary = (model.rotary_base, model.head_dim, model.seq) if model.llama else None
         angles = torch.zeros(1)
@@ -399,18 +406,16 @@ class TorchGPT(nn.Module):
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
+        if torch.is_autocast_enabled(x.device.type):
+            # So that the residual stream is bf16, as the engine's is.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         rope = None
         if self._rotary is not None:
-            dtype = torch.get_autocast_dtype(x.device.type) if _autocasts(x) else x.dtype
-            rope = self.cos.to(dtype), self.sin.to(dtype)
+            rope = self.cos.to(x.dtype), self.sin.to(x.dtype)
         for block in self.blocks:
             x = block(x, rope)
         loss: Tensor = self.head(x, labels)
         return loss
-
-
-def _autocasts(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def torch_weights(model: Model, state: Mapping[str, Any]) -> dict[str, Tensor]:
