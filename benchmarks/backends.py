@@ -138,6 +138,17 @@ def plan_groups(
     return pairs
 
 
+def refusal(entry: Entry, model: Model, *, devices: int, on_gpu: bool) -> str | None:
+    """Why a backend cannot run here, as far as it is known before anything starts."""
+    if entry.backend == FSDP and devices == 1:
+        return "shards over ranks; use --devices 2 or more"
+    if entry.backend == FSDP and not on_gpu:
+        return "needs GPUs"
+    if entry.backend in (DDP, FSDP) and model.experts:
+        return f"there is no plain torch twin of {model.name}, which has experts"
+    return None
+
+
 def choose_reference(entries: Sequence[Entry], name: str | None) -> Entry:
     """What the others are compared with: something that can live beside the most of them."""
     if name is not None:
@@ -175,6 +186,8 @@ class Live:
             if self.entry.backend == DDP:
                 loop.release()
             loop.stop()
+        else:
+            loop.release()
         del loop
         collect()
 
@@ -235,7 +248,7 @@ def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
         layout = resolve_layout(ParallelSizes(**sizes), world, dist.get_rank())
         replicas, replica = layout.dp, layout.dp_rank
     else:
-        strategy = _lightning_strategy(entry, device)
+        strategy = _lightning_strategy(entry)
         module = FusedGPT(
             model,
             lambda trainer, factory: _plain(entry, model, device),
@@ -246,19 +259,14 @@ def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
     return TrainerLoop(strategy, module, loader, device, entry.precision)
 
 
-def _lightning_strategy(entry: Entry, device: torch.device) -> Any:
-    alone = dist.get_world_size() == 1
+def _lightning_strategy(entry: Entry) -> Any:
     if entry.backend == DDP:
-        if alone:
+        if dist.get_world_size() == 1:
             # DDP would copy gradients into its buckets for nobody.
             return "auto"
         return DDPStrategy(
             **{"gradient_as_bucket_view": True, "bucket_cap_mb": 100, **entry.strategy}
         )
-    if alone:
-        raise ValueError("lightning-fsdp shards over ranks; use --devices 2 or more")
-    if device.type == "cpu":
-        raise ValueError("lightning-fsdp needs GPUs")
     from torch.distributed.fsdp import MixedPrecision
 
     # fp32 gradients as everywhere here; Lightning's own choice for bf16-mixed reduces in bf16.
@@ -313,7 +321,7 @@ def _direct(entry: Entry, model: Model, device: torch.device) -> DirectLoop:
         micro_batch_size=entry.strategy.get("micro_batch_size"),
         chunk=partial(mcore_chunk, options=entry.model),
         call=call_gpt,
-        seed=_seed_stage,
+        seed=partial(_seed_stage, graphs=entry.model.get("cuda_graph_impl", "none") != "none"),
     )
 
 
@@ -326,10 +334,13 @@ def _start_engine() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def _seed_stage(stage: Any) -> None:
-    """The strategy's seeds (lightning_mcore/parallel_state.py), for equal first weights."""
+def _seed_stage(stage: Any, *, graphs: bool) -> None:
+    """The strategy's seeds (lightning_mcore/parallel_state.py), for equal first weights.
+
+    Layers that are captured want generators that a graph can hold (cuda_graphs.py).
+    """
     tensor_parallel.model_parallel_cuda_manual_seed(
-        SEED + 100 * (1 + stage.index), force_reset_rng=True
+        SEED + 100 * (1 + stage.index), te_rng_tracker=graphs, force_reset_rng=True
     )
     torch.manual_seed(SEED + stage.index)
 

@@ -179,10 +179,13 @@ class DirectLoop:
         if config.bf16:
             chunks = [Float16Module(config, built) for built in chunks]
         self.ddp_config = DistributedDataParallelConfig(**switches)
-        self._chunks: list[Any] = [
-            DistributedDataParallel(config, self.ddp_config, built, disable_bucketing=index > 0)
-            for index, built in enumerate(chunks)
-        ]
+        with _capture_stream(config):
+            self._chunks: list[Any] = [
+                DistributedDataParallel(config, self.ddp_config, built, disable_bucketing=index > 0)
+                for index, built in enumerate(chunks)
+            ]
+        if graph_impl(config) != "none":
+            torch.cuda.synchronize()
         self._gathers_late = self.ddp_config.overlap_param_gather
         self._is_first_step = True
         for wrapped in self._chunks:
@@ -222,6 +225,20 @@ class DirectLoop:
         pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._micro_batch_size = micro_batch_size or (size.micro_batch if pipelined else size.batch)
         self._batches = iter(batches(size, replicas=self._replicas, replica=replica))
+        self._capture_after, self._graphs = -1, None
+        if graph_impl(config) == "full_iteration":
+            from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+            self._schedule = self._graphs = FullCudaGraphWrapper(
+                self._schedule, cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
+            )
+        elif graph_impl(config) == "transformer_engine":
+            from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+            self._capture_after = config.cuda_graph_warmup_steps
+            self._graphs = TECudaGraphHelper(
+                self._chunks, config, size.seq, self._micro_batch_size, [self._optimizer]
+            )
 
     def run(self, steps: int, around: Around = nullcontext) -> None:
         """Runs ``steps`` steps."""
@@ -229,10 +246,36 @@ class DirectLoop:
             for _ in range(steps):
                 self._step()
 
+    def release(self) -> None:
+        """Gives back captured graphs, some of which the engine holds in its classes."""
+        if graph_impl(self.config) == "full_iteration":
+            self._graphs.reset_cuda_graph()
+        elif graph_impl(self.config) == "local":
+            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+            delete_cuda_graphs()
+        elif self._graphs is not None and self._graphs.graphs_created():
+            self._graphs.delete_cuda_graphs()
+
+    def _capture(self) -> None:
+        """As in Megatron-LM's train (training.py), between two steps."""
+        if self._gathers_late:
+            for chunk in self._chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        self._graphs.create_cudagraphs()
+        if self._gathers_late:
+            for chunk in self._chunks:
+                chunk.enable_forward_pre_hook()
+            self._graphs.cuda_graph_set_manual_hooks()
+
     def _step(self) -> None:
+        if self._capture_after == 0:
+            self._capture()
+        self._capture_after -= 1
         batch = [tensor.to(self._device, non_blocking=True) for tensor in next(self._batches)]
         size = self._micro_batch_size
-        microbatches = list(zip(*(tensor.split(size) for tensor in batch), strict=True))
+        parts = zip(*(tensor.split(size) for tensor in batch), strict=True)
+        microbatches = [{"tokens": tokens, "labels": labels} for tokens, labels in parts]
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -262,8 +305,25 @@ class DirectLoop:
                 self.losses.append(loss)
 
     def _forward_step(self, iterator: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-        tokens, labels = next(iterator)
-        return self._call(chunk, tokens, labels), _mean
+        return self._call(chunk, **next(iterator)), _mean
+
+
+def graph_impl(config: Any) -> str:
+    """How the engine captures CUDA graphs: ``none``, ``local``, ``transformer_engine``..."""
+    return str(getattr(config, "cuda_graph_impl", "none"))
+
+
+def _capture_stream(config: Any) -> AbstractContextManager[Any]:
+    """Where DDP's hooks are to be made, so that a graph of the whole iteration holds them."""
+    if graph_impl(config) == "none":
+        return nullcontext()
+    stream = torch.cuda.Stream()
+    if graph_impl(config) == "full_iteration":
+        from megatron.core.full_cuda_graph import get_shared_capture_stream
+
+        stream = get_shared_capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
 
 
 def _mean(output: Tensor) -> tuple[Tensor, Tensor]:

@@ -275,7 +275,9 @@ def mcore_chunk(
     return GPTModel(
         config,
         get_gpt_layer_with_transformer_engine_spec(
-            **spec, use_te_activation_func=config.use_te_activation_func
+            **spec,
+            use_te_op_fuser=getattr(config, "use_transformer_engine_op_fuser", False),
+            use_te_activation_func=config.use_te_activation_func,
         )
         if uses_te()
         else get_gpt_layer_local_spec(**spec, normalization=config.normalization),

@@ -49,6 +49,7 @@ from backends import (
     forget,
     now,
     plan_groups,
+    refusal,
 )
 from kernels import profile_steps, profile_table
 from models import COMPILE, MODELS, Model, model_flops, parameter_count, uses_te
@@ -78,14 +79,28 @@ class Run:
         self, options: Any, model: Model, entries: Sequence[Entry], device: torch.device
     ) -> None:
         self._options, self._model, self._device = options, model, device
-        self._entries = entries
-        self._reference = choose_reference(entries, options.reference)
+        refused = {
+            entry.name: text
+            for entry in entries
+            if (
+                text := refusal(
+                    entry, model, devices=dist.get_world_size(), on_gpu=device.type != "cpu"
+                )
+            )
+        }
+        self._entries = [entry for entry in entries if entry.name not in refused]
+        self._reference = choose_reference(self._entries, options.reference)
         self._settings: dict[str, Any] = {}
         self.result: dict[str, Any] = {
             "about": _about(options, model, device, dist.get_world_size()),
             "reference": self._reference.name,
             "backends": {
-                entry.name: {"status": "not run", **dataclasses.asdict(entry)} for entry in entries
+                entry.name: {
+                    "status": "cannot run" if entry.name in refused else "not run",
+                    "error": refused.get(entry.name, ""),
+                    **dataclasses.asdict(entry),
+                }
+                for entry in entries
             },
             "groups": [],
             "checks": [],
@@ -122,7 +137,12 @@ class Run:
                 live[entry.name] = started
                 record["members"].append(entry.name)
                 record["ms"][entry.name] = []
-        for block in range(self._options.blocks):
+        if list(live) == [self._reference.name] != [entry.name for entry in group]:
+            self._log("the other one failed: no blocks")
+            blocks = 0
+        else:
+            blocks = self._options.blocks
+        for block in range(blocks):
             if not live or self._late(f"block {block}"):
                 break
             for name in list(live):
@@ -490,7 +510,7 @@ def _report(options: Any, results: list[dict[str, Any]]) -> int:
     if options.plot is not None:
         plot(results, options.plot)
     well = all(
-        all(found["status"] == "ok" for found in result["backends"].values())
+        all(found["status"] in ("ok", "cannot run") for found in result["backends"].values())
         and all(check["losses_agree"] for check in result["checks"])
         for result in results
     )
