@@ -116,26 +116,35 @@ def plan_groups(
         working = max(working_gib(entry, model) for entry in group)
         return total_gib is None or idle + working < 0.95 * total_gib
 
-    ours = [entry for entry in entries if entry.backend == OURS]
-    others = [entry for entry in entries if entry.backend != OURS]
+    def pair(entry: Entry) -> list[Entry]:
+        both = sorted([entry, reference], key=lambda member: member.backend != OURS)
+        return both if _can_live_together(both) else [entry]
+
+    together: list[Entry] = []
+    rest = []
+    for entry in sorted(entries, key=lambda entry: entry.backend != OURS):
+        (together if _can_live_together([*together, entry]) else rest).append(entry)
+    all_at_once = [together, *map(pair, rest)]
+    if mode == "together" or (mode == "auto" and all(map(fits, all_at_once))):
+        return all_at_once
     solo = [[entry] for entry in entries]
-    first = [*ours[:1], *others]
-    if mode == "together" or (mode == "auto" and fits(first)):
-        rest = [[entry, reference] for entry in ours[1:] if reference.backend != OURS]
-        alone = [[entry] for entry in ours[1:] if reference.backend == OURS]
-        return [first, *rest, *alone]
-    if mode == "solo":
+    pairs = [pair(entry) for entry in entries if entry is not reference]
+    if mode == "solo" or not pairs or (mode == "auto" and not all(map(fits, pairs))):
         return solo
-    pairs = []
-    for entry in entries:
-        if entry is not reference and OURS == entry.backend == reference.backend:
-            pairs.append([entry])
-        elif entry is not reference:
-            pair = [entry, reference]
-            pairs.append(sorted(pair, key=lambda member: member.backend != OURS))
-    if not pairs or (mode == "auto" and not all(map(fits, pairs))):
-        return solo
-    return pairs
+    return pairs if any(reference in group for group in pairs) else [[reference], *pairs]
+
+
+def _can_live_together(group: Sequence[Entry]) -> bool:
+    """The engine's parallel state, and its record of captured graphs, are one per process."""
+    ours = sum(entry.backend == OURS for entry in group)
+    return ours <= 1 and sum(map(_captures, group)) <= 1
+
+
+def _captures(entry: Entry) -> bool:
+    return any(
+        name.startswith("cuda_graph") and value not in ("none", None, False)
+        for name, value in {**entry.strategy, **entry.model}.items()
+    )
 
 
 def refusal(entry: Entry, model: Model, *, devices: int, on_gpu: bool) -> str | None:
@@ -186,10 +195,21 @@ class Live:
             if self.entry.backend == DDP:
                 loop.release()
             loop.stop()
-        else:
-            loop.release()
+        if _captures(self.entry):
+            _forget_graphs()
         del loop
         collect()
+
+
+def _forget_graphs() -> None:
+    """Gives back captured graphs, which the engine holds in its classes."""
+    from megatron.core import full_cuda_graph
+    from megatron.core.transformer import cuda_graphs
+
+    cuda_graphs.delete_cuda_graphs()
+    full_cuda_graph.FullCudaGraphWrapper(None).reset_cuda_graph()
+    for buffers in full_cuda_graph.StaticBufferLoader.static_buffers.values():
+        buffers.clear()
 
 
 def collect(*, compiled: bool = False) -> None:
@@ -321,7 +341,7 @@ def _direct(entry: Entry, model: Model, device: torch.device) -> DirectLoop:
         micro_batch_size=entry.strategy.get("micro_batch_size"),
         chunk=partial(mcore_chunk, options=entry.model),
         call=call_gpt,
-        seed=partial(_seed_stage, graphs=entry.model.get("cuda_graph_impl", "none") != "none"),
+        seed=partial(_seed_stage, graphs=_captures(entry)),
     )
 
 

@@ -246,17 +246,6 @@ class DirectLoop:
             for _ in range(steps):
                 self._step()
 
-    def release(self) -> None:
-        """Gives back captured graphs, some of which the engine holds in its classes."""
-        if graph_impl(self.config) == "full_iteration":
-            self._graphs.reset_cuda_graph()
-        elif graph_impl(self.config) == "local":
-            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-            delete_cuda_graphs()
-        elif self._graphs is not None and self._graphs.graphs_created():
-            self._graphs.delete_cuda_graphs()
-
     def _capture(self) -> None:
         """As in Megatron-LM's train (training.py), between two steps."""
         if self._gathers_late:

@@ -86,7 +86,7 @@ def test_what_cannot_run_is_told_and_the_rest_goes_on(measured):
     run, result, markdown = measured
     bad, fsdp = result["backends"]["mcore-raw:bad"], result["backends"]["lightning-fsdp"]
     assert bad["status"] == "failed"
-    assert "recompute_granularity" in bad["error"]
+    assert "no such" in bad["error"]
     assert fsdp["status"] == "cannot run"
     assert "failed" in markdown
     assert run.returncode == 1
@@ -165,6 +165,13 @@ def test_backends_take_turns_as_far_as_they_fit(benchmark):
         [f"{ours}:a", raw],
         [f"{ours}:b", raw],
         [ddp, raw],
+    ]
+    # So it has for captured graphs.
+    graphs = {"cuda_graph_impl": "local"}
+    captured = [backends.Entry(name, "graphs", model=graphs) for name in (ours, raw)]
+    assert groups("gpt2-xl", [*captured, entries[2]]) == [
+        [f"{ours}:graphs", ddp],
+        [f"{raw}:graphs"],
     ]
 
 
