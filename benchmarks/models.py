@@ -144,6 +144,21 @@ MODELS = {
             seq=32,
             batch=4,
         ),
+        Model(
+            name="tiny-moe",
+            layers=2,
+            hidden=64,
+            heads=4,
+            groups=2,
+            head_dim=16,
+            ffn=32,
+            vocab=128,
+            seq=32,
+            batch=4,
+            qk_norm=True,
+            experts=4,
+            experts_per_token=2,
+        ),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,12 +37,14 @@ def summarise(result: dict[str, Any]) -> None:
             theirs = [ms for group in result["groups"] for ms in group["ms"].get(reference, [])]
             ratios = [a / b for a, b in zip(mine, theirs, strict=False)]
         step_ms = spread(mine)
-        tflops = about["flops_per_step"] / step_ms[0] / 1e9
+        parts = math.prod(found["strategy"].get(axis, 1) for axis in ("tp", "pp", "cp"))
+        replicas = about["devices"] // parts
+        tflops = about["flops_per_step"] / parts / step_ms[0] / 1e9
         peak = about["peak_tflops"]
         found |= {
             "blocks": len(mine),
             "step_ms": step_ms,
-            "tokens_per_s": about["tokens_per_step"] * about["devices"] / step_ms[0] * 1e3,
+            "tokens_per_s": about["tokens_per_step"] * replicas / step_ms[0] * 1e3,
             "tflops_per_device": tflops,
             "mfu": tflops / peak if peak else None,
             "ratio": spread(ratios) if ratios else None,
