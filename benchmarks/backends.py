@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from loops import DirectLoop, TrainerLoop
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel import layers
 from models import Block, Model, TorchGPT, call_gpt, mcore_chunk, parameter_count, uses_te
 from torch import nn
 
@@ -41,6 +42,11 @@ _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _GIVEN_ATTENTION = {name: os.environ[name] for name in _ATTENTION if name in os.environ}
 _DIRECT = {"use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"}
 _DIRECT |= {"bucket_size", "grad_reduce_in_fp32", "average_in_collective"}
+_OF_MODEL = {
+    "cuda_graphs": "cuda_graph_impl",
+    "gradient_accumulation_fusion": "gradient_accumulation_fusion",
+}
+"""Arguments of the strategy that are fields of the engine's TransformerConfig."""
 _UNREAD = {"pipeline_dtype", "deallocate_pipeline_outputs", "batch_p2p_comm", "initial_loss_scale"}
 """Fields that nothing reads without a pipeline, and without fp16."""
 
@@ -142,7 +148,7 @@ def _can_live_together(group: Sequence[Entry]) -> bool:
 
 def _captures(entry: Entry) -> bool:
     return any(
-        name.startswith("cuda_graph") and value not in ("none", None, False)
+        name.startswith("cuda_graph") and value not in ("none", "auto", None, False)
         for name, value in {**entry.strategy, **entry.model}.items()
     )
 
@@ -182,6 +188,8 @@ class Live:
     """What its engine was configured with, to be compared."""
     attention: dict[str, str]
     """Environment by which TransformerEngine selects its attention."""
+    exits: ExitStack
+    """Undoes what the backend changed outside itself."""
 
     def run(self, steps: int, **kwargs: Any) -> None:
         """Runs steps in this backend's environment."""
@@ -195,9 +203,15 @@ class Live:
             if self.entry.backend == DDP:
                 loop.release()
             loop.stop()
-        if _captures(self.entry):
-            _forget_graphs()
         del loop
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Lets go of a backend that failed, or has ended."""
+        self.loop = None
+        if _captures(self.entry) and torch.cuda.is_available():
+            _forget_graphs()
+        self.exits.close()
         collect()
 
 
@@ -238,9 +252,9 @@ def build(entry: Entry, model: Model, device: torch.device) -> Live:
     # A Trainer takes it away when it ends (LightningEnvironment.teardown).
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     pl.seed_everything(SEED)
-    with _environment(_GIVEN_ATTENTION):
+    with ExitStack() as exits, _environment(_GIVEN_ATTENTION):
         if entry.backend == RAW:
-            loop: Any = _direct(entry, model, device)
+            loop: Any = _direct(entry, model, device, exits)
             settings = {
                 "model": _values(loop.config),
                 "ddp": _values(loop.ddp_config),
@@ -251,7 +265,8 @@ def build(entry: Entry, model: Model, device: torch.device) -> Live:
             loop.start()
             settings = _of_strategy(loop) if entry.backend == OURS else {}
         attention = {name: os.environ[name] for name in _ATTENTION if name in os.environ}
-    return Live(entry, loop, settings, attention)
+        kept = exits.pop_all()
+    return Live(entry, loop, settings, attention, kept)
 
 
 def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
@@ -305,11 +320,14 @@ def _plain(entry: Entry, model: Model, device: torch.device) -> nn.Module:
     return plain
 
 
-def _direct(entry: Entry, model: Model, device: torch.device) -> DirectLoop:
-    known = {*_DIRECT, "micro_batch_size", "ddp", "optimizer"}
+def _direct(entry: Entry, model: Model, device: torch.device, exits: ExitStack) -> DirectLoop:
+    known = {*_DIRECT, *_OF_MODEL, "micro_batch_size", "ddp", "optimizer"}
     unknown = sorted(set(entry.strategy) - known)
     if unknown:
         raise ValueError(f"mcore-raw knows {sorted(known)} of the strategy, but got {unknown}")
+    micro_batch_size = entry.strategy.get("micro_batch_size")
+    if model.batch % (micro_batch_size or 1):
+        raise ValueError(f"the batch of {model.batch} is no multiple of {micro_batch_size}")
     _start_engine()
     world = dist.get_world_size()
     mixed = entry.precision == "bf16-mixed"
@@ -321,6 +339,11 @@ def _direct(entry: Entry, model: Model, device: torch.device) -> DirectLoop:
         fields |= {"use_cpu_initialization": True, "bias_dropout_fusion": False}
         fields |= {"masked_softmax_fusion": False, "persist_layer_norm": False}
         fields |= {"gradient_accumulation_fusion": False}
+    for name in sorted(_OF_MODEL.keys() & entry.strategy.keys()):
+        if entry.strategy[name] not in ("auto", False):
+            fields[_OF_MODEL[name]] = entry.strategy[name]
+    if fields.get("gradient_accumulation_fusion") and not layers._grad_accum_fusion_available:
+        _let_te_stand_in_for_apex(exits)
     shards = world > 1
     switches = {
         "use_distributed_optimizer": shards,
@@ -338,11 +361,19 @@ def _direct(entry: Entry, model: Model, device: torch.device) -> DirectLoop:
         None,
         device,
         optimizer=entry.strategy.get("optimizer", {}),
-        micro_batch_size=entry.strategy.get("micro_batch_size"),
+        micro_batch_size=micro_batch_size,
         chunk=partial(mcore_chunk, options=entry.model),
         call=call_gpt,
         seed=partial(_seed_stage, graphs=_captures(entry)),
     )
+
+
+def _let_te_stand_in_for_apex(exits: ExitStack) -> None:
+    try:
+        from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
+    except ImportError:
+        raise ValueError("gradient_accumulation_fusion needs Apex here") from None
+    exits.enter_context(te_stands_in_for_apex())
 
 
 def _start_engine() -> None:
@@ -360,7 +391,10 @@ def _seed_stage(stage: Any, *, graphs: bool) -> None:
     Layers that are captured want generators that a graph can hold (cuda_graphs.py).
     """
     tensor_parallel.model_parallel_cuda_manual_seed(
-        SEED + 100 * (1 + stage.index), te_rng_tracker=graphs, force_reset_rng=True
+        SEED + 100 * (1 + stage.index),
+        te_rng_tracker=graphs,
+        use_cudagraphable_rng=graphs,
+        force_reset_rng=True,
     )
     torch.manual_seed(SEED + stage.index)
 
@@ -422,6 +456,18 @@ def _restore(before: dict[str, str | None]) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+def selected_attention() -> str | None:
+    """The attention that TransformerEngine ran last; ``None`` without it."""
+    if not uses_te():
+        return None
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+
+    for kind in ("flash", "fused", "unfused"):
+        if _attention_backends[f"use_{kind}_attention"]:
+            return f"{kind} {_attention_backends.get(f'{kind}_attention_backend', '')}".strip()
+    return None
 
 
 @dataclass

@@ -50,6 +50,7 @@ from backends import (
     now,
     plan_groups,
     refusal,
+    selected_attention,
 )
 from kernels import profile_steps, profile_table
 from models import COMPILE, MODELS, Model, model_flops, parameter_count, uses_te
@@ -132,6 +133,8 @@ class Run:
         for entry in group:
             if self._late(entry.name):
                 break
+            if self.result["backends"][entry.name]["status"] == "failed":
+                continue
             started = self._attempt(entry, self._start)
             if started is not None:
                 live[entry.name] = started
@@ -148,7 +151,7 @@ class Run:
             for name in list(live):
                 seconds = self._attempt(live[name].entry, self._block, live[name])
                 if seconds is None:
-                    live.pop(name)
+                    live.pop(name).abandon()
                 else:
                     record["ms"][name].append(1e3 * seconds)
             shown = ", ".join(f"{n} {ms[-1]:.2f}" for n, ms in record["ms"].items() if ms)
@@ -159,7 +162,7 @@ class Run:
                 found = self._attempt(live[name].entry, self._profile, live[name])
                 if found is not None:
                     self.result["backends"][name]["profile"] = found
-        for name in list(live):
+        for name in reversed(list(live)):
             self._attempt(live[name].entry, self._free, live.pop(name))
         collect(compiled=True)
         if self._device.type != "cpu":
@@ -186,12 +189,20 @@ class Run:
         return None
 
     def _start(self, entry: Entry) -> Live:
-        options, device = self._options, self._device
         self._log(f"{entry.name}: starts")
-        memory = Memory(device)
+        memory = Memory(self._device)
         memory.start()
-        begin = now(device)
-        live = build(entry, self._model, device)
+        begin = now(self._device)
+        live = build(entry, self._model, self._device)
+        try:
+            self._warm_up(entry, live, memory, begin)
+        except BaseException:
+            live.abandon()
+            raise
+        return live
+
+    def _warm_up(self, entry: Entry, live: Live, memory: Memory, begin: float) -> None:
+        options, device = self._options, self._device
         loop = live.loop
         loop.keep_losses = True
         built = now(device)
@@ -209,6 +220,7 @@ class Run:
                 "warm": warm - begin,
             },
             "memory_gib": memory.read(),
+            "attention": selected_attention() if entry.backend in (OURS, RAW) else None,
         }
         found = self.result["backends"][entry.name]
         found["starts"] = [*found.get("starts", []), start]
@@ -217,11 +229,10 @@ class Run:
         self._log(
             f"{entry.name}: built in {built - begin:.1f} s, first step done after"
             f" {first - begin:.1f} s, warm after {warm - begin:.1f} s"
-            + (f"; peak {gib['peak']:.1f} GiB" if gib else "")
+            + (f"; peak {gib['peak']:.1f} GiB, attention {start['attention']}" if gib else "")
         )
         self._check(entry, live)
         self.write()
-        return live
 
     def _check(self, entry: Entry, live: Live) -> None:
         """Compares losses and settings with those of the same variant on the other engine loop."""
