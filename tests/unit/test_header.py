@@ -298,4 +298,4 @@ def test_lines_fit_and_are_plain_text(sizes: dict[str, Any]) -> None:
             assert len(line) <= WIDTH
             assert line == line.rstrip()
             assert line.isascii()
-        assert len(header.splitlines()) <= 48
+        assert len(header.splitlines()) <= 50

@@ -125,6 +125,7 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
      "cuda-graphs-need-bf16"),
     ({"cuda_graphs": "local"}, DP2, GPU | {"dims": ModelDims(num_moe_experts=8)}, "error",
      "cuda-graphs-local-needs-dense-layers"),
+    ({"cuda_graphs": "local"}, (2, {"pp": 2}), GPU, "error", "cuda-graphs-local-needs-one-stage"),
     ({"cuda_graphs": "local"}, DP2,
      GPU | {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments: True"}}, "error",
      "cuda-graphs-exclude-expandable-segments"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lightning_mcore.config import CudaGraphs, SwitchRequest
 from lightning_mcore.findings import Findings
+from lightning_mcore.layout import Layout
 from lightning_mcore.switches.values import Facts, Switch
 
 __all__ = ["check_graphs_with_experts", "cuda_graphs", "gradient_accumulation_fusion"]
@@ -55,20 +56,25 @@ def gradient_accumulation_fusion(
     return Switch(name, asked, False, reason, "candidate")
 
 
-def cuda_graphs(request: SwitchRequest, facts: Facts, findings: Findings) -> Switch[CudaGraphs]:
+def cuda_graphs(
+    request: SwitchRequest, layout: Layout, facts: Facts, findings: Findings
+) -> Switch[CudaGraphs]:
     """Kernels of layers, replayed from CUDA graphs in training."""
     name, asked = "cuda_graphs", request.cuda_graphs
     if asked is False:
         return Switch(name, asked, False, "requested")
-    obstacles = _graph_obstacles("transformer_engine" if asked == "auto" else str(asked), facts)
+    obstacles = _graph_obstacles(
+        "transformer_engine" if asked == "auto" else str(asked), layout, facts
+    )
     if asked != "auto":
         for code, needed, fix in obstacles:
             findings.error(
-                f"cuda-graphs-{code}",
+                code,
                 f"`{name}` ({asked!r}) {needed}",
                 f"use {fix}, or {name}=False",
                 cuda_graphs=asked,
                 engine_version=facts.version_text,
+                pp=layout.pp,
                 on_gpu=facts.on_gpu,
                 precision=facts.precision,
             )
@@ -98,25 +104,27 @@ def check_graphs_with_experts(graphs: Switch[CudaGraphs], overlap: object, found
         )
 
 
-def _graph_obstacles(kind: str, facts: Facts) -> list[tuple[str, str, str]]:
+def _graph_obstacles(kind: str, layout: Layout, facts: Facts) -> list[tuple[str, str, str]]:
     """Code, what is needed or excluded, and a way out, for all that is known of the run."""
     found = []
     if kind == "full_iteration":
         # full_cuda_graph.py, FullCudaGraphWrapper.__call__: after its warm-up it only replays.
         found.append(
             (
-                "full-iteration",
+                "cuda-graphs-full-iteration",
                 "replays one recorded step: training_step, its logs and its random numbers would"
                 " run once, when it is captured, and never again",
                 "cuda_graphs='transformer_engine', which leaves the step to run",
             )
         )
     if not facts.on_gpu:
-        found.append(("need-gpu", "needs GPUs: the CPU has no kernels to replay", "a GPU"))
+        found.append(
+            ("cuda-graphs-need-gpu", "needs GPUs: the CPU has no kernels to replay", "a GPU")
+        )
     if facts.native_model:
         found.append(
             (
-                "need-megatron-layers",
+                "cuda-graphs-need-megatron-layers",
                 "needs Megatron layers, and the model has only plain torch modules",
                 "a factory of Megatron chunks",
             )
@@ -124,7 +132,7 @@ def _graph_obstacles(kind: str, facts: Facts) -> list[tuple[str, str, str]]:
     if facts.engine_version < (0, 19):
         found.append(
             (
-                "need-engine",
+                "cuda-graphs-need-engine",
                 f"needs megatron-core 0.19 or newer, not {facts.version_text}: older ones have"
                 " other settings and rules for graphs, which this strategy does not know",
                 "megatron-core 0.19",
@@ -133,22 +141,37 @@ def _graph_obstacles(kind: str, facts: Facts) -> list[tuple[str, str, str]]:
     if kind == "transformer_engine" and facts.te_version is None:
         # cuda_graphs.py, TECudaGraphHelper.__init__.
         found.append(
-            ("need-te", "needs TransformerEngine: it captures", "the extra lightning-mcore[te]")
+            (
+                "cuda-graphs-need-te",
+                "needs TransformerEngine: it captures",
+                "the extra lightning-mcore[te]",
+            )
         )
     if kind == "transformer_engine" and not facts.precision.startswith("bf16"):
         # module.py, GraphableMegatronModule.get_layer_static_inputs: replay copies into these.
         found.append(
             (
-                "need-bf16",
+                "cuda-graphs-need-bf16",
                 f"needs bf16, not `precision` ({facts.precision!r}): the engine makes the inputs of"
                 " its graphs in bf16, and others would be rounded to it",
                 "precision='bf16-mixed'",
             )
         )
+    if kind == "local" and layout.pp > 1:
+        # schedules.py, deallocate_output_tensor; cuda_graphs.py, _CudagraphReplayNode.forward,
+        # returns that tensor at every replay.
+        found.append(
+            (
+                "cuda-graphs-local-needs-one-stage",
+                f"needs one stage, not `pp` ({layout.pp}): the schedule empties the output of a"
+                " stage once it is sent, and the engine's graphs go on to return that very tensor",
+                "cuda_graphs='transformer_engine'",
+            )
+        )
     if kind == "local" and facts.dims.num_moe_experts is not None:
         found.append(
             (
-                "local-needs-dense-layers",
+                "cuda-graphs-local-needs-dense-layers",
                 f"needs dense layers, not `num_moe_experts` ({facts.dims.num_moe_experts}): the"
                 " engine would replay parts of expert layers in validation too",
                 "cuda_graphs='transformer_engine'",
@@ -160,7 +183,7 @@ def _graph_obstacles(kind: str, facts: Facts) -> list[tuple[str, str, str]]:
         # cuda_graphs.py, TECudaGraphHelper.__init__, asserts it.
         found.append(
             (
-                "exclude-expandable-segments",
+                "cuda-graphs-exclude-expandable-segments",
                 "excludes expandable_segments:True of torch's allocator, unless"
                 " NCCL_GRAPH_REGISTER=0: NCCL would register memory that moves",
                 "NCCL_GRAPH_REGISTER=0 in the environment",

@@ -79,7 +79,7 @@ def plan_switches(
         deallocate_pipeline_outputs=pipeline.deallocate_pipeline_outputs(overlap, layout, facts),
         defer_embedding_wgrad=pipeline.defer_embedding_wgrad(request, layout, facts, found, fusion),
         gradient_accumulation_fusion=fusion,
-        cuda_graphs=compute.cuda_graphs(request, facts, found),
+        cuda_graphs=compute.cuda_graphs(request, layout, facts, found),
         cp_comm_type=kind,
         hierarchical_context_parallel_sizes=context.hierarchical_sizes(kind, layout, facts, found),
         nccl_communicators=communicators.nccl_communicators(request, facts, found),
