@@ -6,7 +6,6 @@ engine's calls are in ``_mcore.cuda_graphs``. Every rank calls every method.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -89,14 +88,20 @@ class LayerGraphs:
         Args:
             set_hooks: Switches the forward hooks that wait for gathered parameters.
             hooks_on: Whether they are on.
+
+        Raises:
+            ConfigurationError: If nothing can be captured; on every rank alike.
         """
         self._steps += 1
+        if self._kind == "local":
+            if self._steps == 2:
+                self._check_captured()
+            return
         due = 1 + max(1, int(self._config.cuda_graph_warmup_steps))
-        if self._kind != "transformer_engine" or self._helper is not None or self._steps < due:
+        if self._helper is not None or self._steps < due:
             return
         assert self._shape is not None, "the first step noted its shape"
         seq_length, micro_batch_size, num_microbatches = self._shape
-        began = time.monotonic()
         # TransformerEngine refuses modules with hooks (graph.py, _make_graphed_callables).
         set_hooks(False)
         self._helper = cuda_graphs.make_te_graphs(
@@ -111,9 +116,20 @@ class LayerGraphs:
         set_hooks(hooks_on)
         if self._gathers:
             self._helper.cuda_graph_set_manual_hooks()
+        self._check_captured()
+
+    def _check_captured(self) -> None:
+        """The engine goes on without a word where there was nothing to capture."""
+        # A stage of a pipeline may hold an embedding alone.
+        if self.count == 0 and self._layout.pp == 1:
+            raise ConfigurationError(
+                f"`cuda_graphs` ({self._kind!r}) captured nothing: the model has no layer that the"
+                " engine can capture, or `cuda_graph_modules` of TransformerConfig names none of"
+                " their parts; leave that field out, or use cuda_graphs=False."
+            )
         rank_zero_info(
-            f"Captured {self.count} CUDA graphs in {time.monotonic() - began:.1f} s, before step"
-            f" {self._steps}."
+            f"From step {self._steps} on, layers are replayed: {self.count} CUDA graphs on this"
+            " rank."
         )
 
     def evaluating(self) -> AbstractContextManager[None]:

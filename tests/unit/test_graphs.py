@@ -66,7 +66,7 @@ def test_capture_is_once_and_after_the_warm_up(
     monkeypatch: Any, kind: str, warmup: int, step: int | None
 ) -> None:
     """What the engine does at capture needs a GPU: tests/gpu/test_cuda_graphs.py."""
-    graphs, captured = _graphs(kind, warmup=warmup), []
+    graphs, captured = _graphs(kind, pp=2, warmup=warmup), []
     steps: list[int] = []
     hooks: list[bool] = []
 
@@ -84,7 +84,18 @@ def test_capture_is_once_and_after_the_warm_up(
         return
     assert hooks == [False, True]
     shape = {"seq_length": 256, "micro_batch_size": 2, "num_microbatches": 5}
-    assert captured == [(step, False, {**shape, "data_parallel_size": 4})]
+    assert captured == [(step, False, {**shape, "data_parallel_size": 2})]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("transformer_engine", 4), ("local", 2)])
+def test_a_switch_that_captured_nothing_is_an_error(monkeypatch: Any, kind: str, step: int) -> None:
+    monkeypatch.setattr(cuda_graphs, "make_te_graphs", lambda *args, **settings: object())
+    graphs = _graphs(kind)
+    for _ in range(step - 1):
+        graphs.start_step(lambda on: None, False)
+        graphs.check_step(256, 2, 4)
+    with pytest.raises(ConfigurationError, match="captured nothing"):
+        graphs.start_step(lambda on: None, False)
 
 
 # ------------------------------------------------------------------------------ models
