@@ -22,6 +22,7 @@ __all__ = [
     "check_graphed_model",
     "count_graphs",
     "delete_graphs",
+    "forget_graphs",
     "graph_safe_process",
     "graphable_layers",
     "layers_themselves",
@@ -227,9 +228,14 @@ def make_te_graphs(
         micro_batch_size=micro_batch_size,
         data_parallel_size=data_parallel_size,
     )
+    # TransformerEngine wraps them during capture, and after a failure leaves them so (graph.py,
+    # wrap_autocast): layers of a later run would be out of fp8.
+    calls = {type(layer): type(layer).__call__ for layer in graphable_layers(chunks)}
     try:
         helper.create_cudagraphs()
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        for owner, call in calls.items():
+            owner.__call__ = call
         raise ConfigurationError(
             f"`cuda_graphs` ('transformer_engine') could not capture the layers: {error}. What a"
             " layer does must not read values on the host or change shapes; set"
