@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import layers as engine_layers
 from megatron.core.transformer import cuda_graphs as engine_graphs
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -181,6 +183,40 @@ def test_a_failed_capture_is_forgotten() -> None:
     assert not engine_graphs.is_graph_warmup()
     assert not engine_graphs._CudagraphGlobalRecord.cudagraph_created
     assert engine_graphs.fwd_buffer_reuse_ref_count == 0
+
+
+@needs_0_19
+def test_a_failed_capture_is_told_and_leaves_nothing(monkeypatch: Any) -> None:
+    class Layer(GraphableMegatronModule):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+    class Helper:
+        def __init__(self, **arguments: Any) -> None:
+            assert set(arguments) == {
+                "model", "config", "seq_length", "micro_batch_size", "optimizers"
+            }  # fmt: skip
+
+        def create_cudagraphs(self) -> None:
+            assert calculator.get_num_microbatches() == 4
+            Layer.__call__ = lambda self: None  # as TransformerEngine does during capture
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    call = Layer.__call__
+    monkeypatch.setattr(engine_graphs, "TECudaGraphHelper", Helper)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(ConfigurationError, match="could not capture the layers: operation not"):
+        cuda_graphs.make_te_graphs(
+            [Layer()],
+            None,
+            None,
+            seq_length=256,
+            micro_batch_size=2,
+            num_microbatches=4,
+            data_parallel_size=2,
+        )
+    assert Layer.__call__ is call
+    assert calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
 
 
 @needs_0_19
