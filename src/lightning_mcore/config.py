@@ -14,7 +14,16 @@ from typing import Any, Literal, TypeAlias, get_args
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.userbuffers import TPCommOverlap
 
-__all__ = ["Auto", "Comm", "CpCommType", "Fsdp", "ModelDims", "ParallelSizes", "SwitchRequest"]
+__all__ = [
+    "Auto",
+    "Comm",
+    "CpCommType",
+    "CudaGraphs",
+    "Fsdp",
+    "ModelDims",
+    "ParallelSizes",
+    "SwitchRequest",
+]
 
 Auto: TypeAlias = bool | Literal["auto"]
 """A switch: ``True`` and ``False`` bind (an error if impossible), ``"auto"`` lets us choose."""
@@ -24,6 +33,10 @@ Comm: TypeAlias = Literal["safe", "auto", "max"]
 
 CpCommType: TypeAlias = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 """How context-parallel ranks exchange keys and values; ``"a2a"`` is known as Ulysses."""
+
+CudaGraphs: TypeAlias = bool | Literal["transformer_engine", "local", "full_iteration", "auto"]
+"""What of a training step is replayed from CUDA graphs. ``True`` is refused: there are several
+kinds."""
 
 Fsdp: TypeAlias = Literal["optim", "optim_grads", "optim_grads_params"]
 """What Megatron-FSDP would shard."""
@@ -121,6 +134,11 @@ class SwitchRequest:
     defer_embedding_wgrad: Auto = "auto"
     """Computes the output layer's weight gradient while the pipeline drains. Needs Apex; ``"auto"``
     does not."""
+    gradient_accumulation_fusion: Auto = "auto"
+    """Adds weight gradients to the gradient buffer inside the matrix product. ``"auto"`` does so
+    with Apex."""
+    cuda_graphs: CudaGraphs = "auto"
+    """Replays each layer's kernels, forward and backward, from CUDA graphs. ``"auto"`` does not."""
     cp_comm_type: CpCommType | None = None
     """How context-parallel ranks exchange keys and values. ``None`` lets the topology choose."""
     nccl_communicators: Mapping[str, Any] = field(default_factory=dict)
@@ -141,6 +159,11 @@ class SwitchRequest:
             if entry.name in _COUNTS:
                 if value is not None:
                     _check_count(entry.name, value, or_none=True)
+            elif entry.name == "cuda_graphs" and value is True:
+                raise ConfigurationError(
+                    "`cuda_graphs` (True) must name the kind: 'transformer_engine', 'local' or"
+                    " 'auto'; use cuda_graphs='transformer_engine', or False."
+                )
             elif entry.name in _CHOICES:
                 _check_choice(entry.name, value, _CHOICES[entry.name])
             elif entry.name in _MAPPINGS:
@@ -179,9 +202,10 @@ _COUNTS = (
     "microbatch_group_size_per_vp_stage",
     "num_distributed_optimizer_instances",
 )
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+_CHOICES: dict[str, tuple[str | bool | None, ...]] = {
     "comm": get_args(Comm),
     "cp_comm_type": (*get_args(CpCommType), None),
+    "cuda_graphs": ("transformer_engine", "local", "full_iteration", False, "auto"),
     "fsdp": (*get_args(Fsdp), None),
 }
 _MAPPINGS = ("nccl_communicators", "ddp", "optimizer")
@@ -253,9 +277,10 @@ class ModelDims:
         return cls(**found)
 
 
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if not any(value is choice or value == choice for choice in choices):
-        known = ", ".join(str(choice) if choice is None else repr(choice) for choice in choices)
+def _check_choice(name: str, value: object, choices: tuple[str | bool | None, ...]) -> None:
+    # A number equal to False is no choice.
+    if not any(value is choice or (value == choice and choice is not False) for choice in choices):
+        known = ", ".join(repr(choice) for choice in choices)
         raise ConfigurationError(
             f"`{name}` ({value!r}) must be one of {known}; use {name}={choices[-1]!r}."
         )

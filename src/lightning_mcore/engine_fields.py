@@ -69,6 +69,7 @@ def model_fields(
         "overlap_p2p_comm_warmup_flush": switches.overlap_p2p_warmup_flush.effective,
         "batch_p2p_comm": switches.batch_p2p.effective,
         "deallocate_pipeline_outputs": switches.deallocate_pipeline_outputs.effective,
+        "gradient_accumulation_fusion": switches.gradient_accumulation_fusion.effective,
         "calculate_per_token_loss": per_token_loss,
         **userbuffers_fields(userbuffers),
         **dtypes,
@@ -77,8 +78,10 @@ def model_fields(
     if group_size is not None:
         fields["microbatch_group_size_per_vp_stage"] = group_size
     if switches.defer_embedding_wgrad.effective:
-        # The engine defers only what its fused kernel accumulates.
-        fields |= {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True}
+        fields["defer_embedding_wgrad_compute"] = True
+    if switches.cuda_graphs.effective:
+        # Where it is off the field is left out, so that configs without it can be used.
+        fields["cuda_graph_impl"] = switches.cuda_graphs.effective
     if switches.cp_comm_type.effective is not None:
         fields["cp_comm_type"] = switches.cp_comm_type.effective
     if (sizes := switches.hierarchical_context_parallel_sizes.effective) is not None:
@@ -87,7 +90,6 @@ def model_fields(
         # Fused kernels exist for GPUs only; weights made on the host are the same for any tp.
         fields |= {
             "use_cpu_initialization": True,
-            "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
             "persist_layer_norm": False,
             "bias_dropout_fusion": False,

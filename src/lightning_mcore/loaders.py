@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -54,6 +55,13 @@ def agreeing_loader(loader: Any, state: ParallelState) -> Any:
             " give all ranks loaders without a length, which stop together."
         )
     return loader
+
+
+def position_in_epoch(trainer: pl.Trainer) -> int:
+    """Batches trained on in the running epoch; 0 once it has ended."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    at_end = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+    return 0 if at_end else int(progress.current.ready)
 
 
 def saves_position(loader: Any) -> bool:

@@ -20,7 +20,9 @@ from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
+from lightning_mcore._mcore.cuda_graphs import graph_safe_process
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
+from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
@@ -41,13 +43,13 @@ from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.prepare import (
     Request,
     Resolved,
-    check_trainer,
     prepare_run,
     resolve_before_groups,
 )
 from lightning_mcore.processes import MARGIN_S
 from lightning_mcore.run import ModelRun
 from lightning_mcore.switches import Switches
+from lightning_mcore.trainer_check import check_trainer
 from lightning_mcore.userbuffers_plan import UserbuffersPlan
 
 
@@ -107,12 +109,18 @@ class LoopStrategy(CheckpointStrategy):
         self._exits.enter_context(self._engine_context())
         _lightning.limit_threads(self.num_processes)
         self._init_world()
+        graphs = self._switches.cuda_graphs.effective is not False
+        if graphs:
+            self._exits.enter_context(graph_safe_process())
+        if resolved.te_wgrad:
+            self._exits.enter_context(te_stands_in_for_apex())
         self._state = init_parallel_state(
             self.layout,
             device=self.root_device,
             timeout_s=self._timeout_s + MARGIN_S,
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
+            graph_safe_rng=graphs,
         )
         if self._userbuffers is not None:
             start_userbuffers(self._userbuffers)
@@ -192,6 +200,8 @@ class LoopStrategy(CheckpointStrategy):
             userbuffers=self._userbuffers,
         )
         self._switches = self._run.switches
+        if self._run.graphs is not None:
+            self._exits.callback(self._run.graphs.delete)
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
         self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
         self._exits.enter_context(self._links_and_names(trainer))

@@ -59,6 +59,8 @@ class ParallelState:
     groups: Groups
     seed: int
     """Base of all random streams, the same on every rank."""
+    graph_safe_rng: bool = False
+    """Whether CUDA graphs may draw from the engine's random streams."""
 
 
 def init_parallel_state(
@@ -68,6 +70,7 @@ def init_parallel_state(
     timeout_s: float,
     fields: Mapping[str, Any] = MappingProxyType({}),
     communicators: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    graph_safe_rng: bool = False,
 ) -> ParallelState:
     """Creates the engine's groups, warms up the pipeline's connections and seeds random streams.
 
@@ -79,6 +82,7 @@ def init_parallel_state(
         timeout_s: Seconds after which a collective fails.
         fields: Further arguments of the engine's ``initialize_model_parallel``.
         communicators: NCCL settings by group.
+        graph_safe_rng: Whether CUDA graphs are to draw from the engine's random streams.
     """
     _destroy_live(graceful=True)
     engine_groups.init_parallel_state(
@@ -96,7 +100,8 @@ def init_parallel_state(
     groups = Groups(**engine_groups.engine_groups(), world_cpu=world_cpu)
     if layout.pp > 1:
         _warm_up_pipeline(groups.pp, device)
-    state = ParallelState(layout, groups, _agree_on_seed(layout, world_cpu))
+    seed = _agree_on_seed(layout, world_cpu)
+    state = ParallelState(layout, groups, seed, graph_safe_rng)
     _live.append(state)
     return state
 
@@ -147,7 +152,9 @@ def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:
     """
     host = torch.get_rng_state()
     offset = state.layout.pp_rank if stage_index is None else 1 + stage_index
-    engine_groups.seed_parallel_rng(state.seed + _SEED_STRIDE_PER_STAGE * offset)
+    engine_groups.seed_parallel_rng(
+        state.seed + _SEED_STRIDE_PER_STAGE * offset, graph_safe=state.graph_safe_rng
+    )
     torch.set_rng_state(host)
 
 

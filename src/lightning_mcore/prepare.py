@@ -17,11 +17,10 @@ from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import callbacks
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_mcore._mcore import engine, moe
+from lightning_mcore._mcore.cuda_graphs import check_graphed_model
 from lightning_mcore._mcore.userbuffers import check_model
 from lightning_mcore.build import Factory, build_pipeline, find_model
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
@@ -35,7 +34,8 @@ from lightning_mcore.engine_fields import (
 from lightning_mcore.environment import EnvironmentPlan, plan_environment, uses_of
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.experts import ExpertRequest, check_expert_config, choose_experts
-from lightning_mcore.findings import raise_errors
+from lightning_mcore.findings import Findings, raise_errors
+from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.layout import Layout, resolve_layout
 from lightning_mcore.nonfinite import NonFinite
 from lightning_mcore.optimizer import build_training, optimizer_kind
@@ -48,6 +48,7 @@ from lightning_mcore.state_dict import state_beside
 from lightning_mcore.switches import (
     Facts,
     Switches,
+    check_graphs_with_experts,
     plan_switches,
     resolve_switches,
     userbuffers_plan,
@@ -60,13 +61,6 @@ from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import installed_version
 from lightning_mcore.watch.progress import Progress
 from lightning_mcore.wrapping import trainable_names, wrap_chunks
-
-# WeightAveraging came with Lightning 2.6.
-_AVERAGING_CALLBACKS = tuple(
-    getattr(callbacks, name)
-    for name in ("StochasticWeightAveraging", "WeightAveraging")
-    if hasattr(callbacks, name)
-)
 
 _READ_BY_LIBRARIES = (
     "CUDA_",
@@ -167,48 +161,6 @@ class Request:
         )
 
 
-def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuses what Lightning can do but an engine-driven step cannot.
-
-    Raises:
-        ConfigurationError: On every rank alike, before process groups exist.
-    """
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            "`automatic_optimization` (False) cannot work here: the engine's schedule runs forward"
-            " and backward of all microbatches as one, with one optimizer; use automatic"
-            " optimization, or train modules with several optimizers under DDPStrategy."
-        )
-    if is_overridden("backward", module, pl.LightningModule):
-        raise ConfigurationError(
-            "`backward` is overridden, but the engine's schedule runs the backward pass of every"
-            " microbatch itself; scale or combine losses in training_step instead."
-        )
-    if getattr(trainer.strategy, "_layer_sync", None) is not None:
-        raise ConfigurationError(
-            "`sync_batchnorm` (True) is not supported: with pipeline stages, ranks do not run the"
-            " same norms at the same time; leave it out, or use norms without batch statistics."
-        )
-    _check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-
-
-def _check_callbacks(found: Sequence[object]) -> None:
-    averaging = [type(c).__name__ for c in found if isinstance(c, _AVERAGING_CALLBACKS)]
-    if averaging:
-        raise ConfigurationError(
-            f"Callbacks {averaging} copy and swap the parameters of a whole module, which is"
-            " sharded and lives in the engine's buffers here; remove them, and average checkpoints"
-            " afterwards."
-        )
-    unfreezing = [type(c).__name__ for c in found if isinstance(c, callbacks.BaseFinetuning)]
-    if unfreezing:
-        raise ConfigurationError(
-            f"Callbacks {unfreezing} make parameters trainable during fit, but the engine's"
-            " gradient buffers and optimizer are built at its start; train them from the start with"
-            " a learning rate of 0, or run a second fit with them unfrozen."
-        )
-
-
 @dataclass(frozen=True)
 class Resolved:
     """What is settled before process groups exist."""
@@ -220,6 +172,8 @@ class Resolved:
     """What they want of the environment: nothing on CPU, or on GPUs of which nothing is known."""
     userbuffers: UserbuffersPlan | None
     """Buffers to register before any layer is built."""
+    te_wgrad: bool
+    """Whether TransformerEngine's fused weight gradient is to stand in for Apex's."""
 
 
 def resolve_before_groups(
@@ -238,12 +192,16 @@ def resolve_before_groups(
     experts, of_experts = choose_experts(request.experts, layout, facts)
     raise_errors([*validate(request.switches, layout, facts), *of_experts])
     switches = resolve_switches(request.switches, layout, facts)
+    found = Findings()
+    check_graphs_with_experts(switches.cuda_graphs, experts.overlap_moe.effective, found)
+    raise_errors(found.sorted())
     environment = plan_environment(uses_of(layout, switches, experts, facts), facts.environment)
     raise_errors(environment.findings)
     userbuffers = None
     if switches.tp_comm_overlap.effective:
         userbuffers = userbuffers_plan(request.switches, layout, facts, switches.sequence_parallel)
-    return Resolved(layout, switches, environment, userbuffers)
+    te_wgrad = switches.gradient_accumulation_fusion.effective and not facts.has_fused_wgrad
+    return Resolved(layout, switches, environment, userbuffers, te_wgrad)
 
 
 def fields_for_model(
@@ -373,6 +331,17 @@ def prepare_run(
                 switches, precision.optimizer_fields(native=native), request.switches.optimizer
             ),
         )
+    graphs = None
+    if kind_of_graphs := switches.cuda_graphs.effective:
+        check_graphed_model(str(kind_of_graphs), config, inner)
+        graphs = LayerGraphs(
+            str(kind_of_graphs),
+            chunks,
+            config,
+            None if optimizer is None else optimizer.engine,
+            layout,
+            overlap_param_gather=switches.overlap_param_gather.effective,
+        )
     run = ModelRun(
         module=module,
         pipeline=pipeline,
@@ -388,6 +357,7 @@ def prepare_run(
         findings=findings,
         per_token_loss=request.per_token_loss,
         userbuffers=userbuffers,
+        graphs=graphs,
         optimizer=optimizer,
         progress=progress,
         nonfinite=request.nonfinite,

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_mcore import _lightning
+from lightning_mcore import _lightning, loaders
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.context import SequenceShard, gather_sequences, sequence_length
@@ -26,8 +26,8 @@ from lightning_mcore.environment import environment_text
 from lightning_mcore.errors import ConfigurationError, NonFiniteError
 from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
+from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.header import Batch, format_header
-from lightning_mcore.loaders import RandomState, ResumableLoader, restores_order, saves_position
 from lightning_mcore.metrics import MetricPaths, set_batch_value
 from lightning_mcore.nonfinite import NonFinite, report
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
@@ -71,6 +71,7 @@ class ModelRun:
     """Whether the step tells the tokens behind its loss."""
     userbuffers: UserbuffersPlan | None = None
     """Whose shape every microbatch must have."""
+    graphs: LayerGraphs | None = None
     optimizer: EngineOptimizer | None = None
     stats: StepStats | None = None
     randomness: StepRandomness | None = None
@@ -83,9 +84,9 @@ class ModelRun:
     """Optimizer steps that changed no parameter."""
     requeue_wanted: bool = False
     """Whether ranks stop to be queued again."""
-    epoch_start: RandomState | None = None
+    epoch_start: loaders.RandomState | None = None
     """From a checkpoint, for the training loader that continues its epoch."""
-    _train_loaders: list[ResumableLoader] = field(default_factory=list)
+    _train_loaders: list[loaders.ResumableLoader] = field(default_factory=list)
     _shard: SequenceShard = field(init=False)
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
@@ -125,6 +126,7 @@ class ModelRun:
             per_token_loss=self.per_token_loss,
             check_shape=self.userbuffers.check_microbatch if self.userbuffers else None,
             progress=self.progress,
+            graphs=self.graphs,
         )
         if self.optimizer is not None:
             self.optimizer.on_nonfinite = self._on_nonfinite
@@ -157,6 +159,8 @@ class ModelRun:
             self._losses = []
             self._check_trainable()
             self.optimizer.zero_grad()
+            if self.graphs is not None:
+                self.graphs.start_step(self.set_hooks, self._hooks_on)
         layout = self.state.layout
         run = plan_training(
             batch,
@@ -301,9 +305,11 @@ class ModelRun:
 
     def train_loader(self, trainer: pl.Trainer, loader: Any) -> Any:
         """A training loader with a position, unless the loader keeps one itself."""
-        if saves_position(loader) and restores_order(loader):
+        if loaders.saves_position(loader) and loaders.restores_order(loader):
             return loader
-        resumable = ResumableLoader(loader, partial(_position, trainer), self.epoch_start)
+        resumable = loaders.ResumableLoader(
+            loader, partial(loaders.position_in_epoch, trainer), self.epoch_start
+        )
         self.epoch_start = None
         self._train_loaders.append(resumable)
         return resumable
@@ -388,10 +394,3 @@ class ModelRun:
                 **settings,
             )
         return loss
-
-
-def _position(trainer: pl.Trainer) -> int:
-    """Batches trained on in the running epoch; 0 once it has ended."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    at_end = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
-    return 0 if at_end else int(progress.current.ready)

@@ -21,6 +21,7 @@ from lightning_mcore.activation_shape import ActivationShapes, model_call_of
 from lightning_mcore.batch import Microbatch, Run
 from lightning_mcore.context import SequenceShard
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.ranges import ScheduleRanges, profiling
 from lightning_mcore.stage import Pipeline, StageEnd, run_chunk
@@ -57,6 +58,7 @@ class StepRunner:
             microbatches, shards and ranks are weighted.
         check_shape: Called with the sequence length and size of each new shape of microbatch.
         progress: Where each microbatch is noted.
+        graphs: CUDA graphs of layers, which every step of training must fit.
     """
 
     def __init__(
@@ -73,7 +75,12 @@ class StepRunner:
         per_token_loss: bool = False,
         check_shape: Callable[[int, int], None] | None = None,
         progress: Progress | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
+        self._graphs = graphs
+        if graphs is not None:
+            # So that shapes are looked at, though the engine may not need them.
+            check_shape = check_shape or (lambda seq_length, micro_batch_size: None)
         self._progress = progress or Progress()
         self._randomness = randomness
         self._plans_layers = plans_layers
@@ -190,7 +197,8 @@ class StepRunner:
         # (rotary embeddings, masks) and then fail in the next backward pass.
         # Batches of any size: groups of the smallest size, as fillers complete (``batch``).
         smallest = {"microbatch_group_size_per_vp_stage": self._pp}
-        with torch.inference_mode(False), torch.no_grad(), self._config_changed(smallest):
+        layers = self._graphs.evaluating() if self._graphs is not None else nullcontext()
+        with torch.inference_mode(False), torch.no_grad(), self._config_changed(smallest), layers:
             for run in runs:
                 outputs += self._run(step, run, log, on_last, forward_only=True)
         return outputs
@@ -234,6 +242,8 @@ class StepRunner:
             self._config_changed({"timers": ranges} if ranges is not None else {}),
         ):
             seq_length, micro_batch_size = self._shape_of(step, run, forward_only=forward_only)
+            if self._graphs is not None and not forward_only:
+                self._graphs.check_step(seq_length, micro_batch_size, len(run.microbatches))
             records = engine.run_schedule(
                 forward_step,
                 self._chunks,

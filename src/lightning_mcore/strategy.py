@@ -9,7 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_mcore.build import Factory
-from lightning_mcore.config import Auto, Comm, CpCommType, Fsdp, ParallelSizes, SwitchRequest
+from lightning_mcore.config import (
+    Auto,
+    Comm,
+    CpCommType,
+    CudaGraphs,
+    Fsdp,
+    ParallelSizes,
+    SwitchRequest,
+)
 from lightning_mcore.context import position_ids
 from lightning_mcore.errors import ConfigurationError, NotInitializedError
 from lightning_mcore.experts import (
@@ -85,6 +93,13 @@ class MCoreStrategy(LoopStrategy):
             activations.
         defer_embedding_wgrad: Computes the output layer's weight gradient while the pipeline
             drains. Needs ``pp >= 2`` and Apex.
+        gradient_accumulation_fusion: Adds weight gradients to the gradient buffer inside the matrix
+            product, without a tensor between. Needs GPUs, Megatron layers, and Apex or
+            TransformerEngine. ``"auto"``: with Apex.
+        cuda_graphs: Replays each layer's kernels from CUDA graphs in training, so that the host
+            need not launch them one by one: ``"transformer_engine"`` captures by TransformerEngine
+            after a few steps, ``"local"`` by the engine after the first. Needs GPUs, Megatron
+            layers and microbatches of one shape. ``"full_iteration"`` is refused, with the reason.
         cp_comm_type: How context-parallel ranks exchange keys and values: a ring (``"p2p"``),
             ``"all_gather"``, all-to-all over heads (``"a2a"``), or both (``"a2a+p2p"``).
         nccl_communicators: NCCL settings by process group, ``{"dp_cp": {"max_ctas": 16}}``, or the
@@ -151,6 +166,8 @@ class MCoreStrategy(LoopStrategy):
         batch_p2p: Auto = "auto",
         microbatch_group_size_per_vp_stage: int | None = None,
         defer_embedding_wgrad: Auto = "auto",
+        gradient_accumulation_fusion: Auto = "auto",
+        cuda_graphs: CudaGraphs = "auto",
         cp_comm_type: CpCommType | None = None,
         nccl_communicators: dict[str, dict[str, Any]] | str | Path | None = None,
         high_priority_streams: list[str] | None = None,
@@ -188,6 +205,8 @@ class MCoreStrategy(LoopStrategy):
                 batch_p2p=batch_p2p,
                 microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
                 defer_embedding_wgrad=defer_embedding_wgrad,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                cuda_graphs=cuda_graphs,
                 cp_comm_type=cp_comm_type,
                 nccl_communicators=communicator_settings(nccl_communicators),
                 high_priority_streams=tuple(high_priority_streams or ()),

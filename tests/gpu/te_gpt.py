@@ -49,7 +49,6 @@ def te_chunk(
             "num_attention_heads": HEADS,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
-            "gradient_accumulation_fusion": False,
             **dims,
         },
         **fields,
@@ -162,6 +161,7 @@ def te_train(
     *,
     module: TEGPT | None = None,
     validation: int = BATCH,
+    steps: int = STEPS,
     callbacks: Sequence[L.Callback] = (),
 ) -> Seen:
     """Trains on this rank and validates once, on ``validation`` samples."""
@@ -172,7 +172,7 @@ def te_train(
         strategy=MCoreStrategy(**{"per_token_loss": True, "micro_batch_size": 2, **strategy}),
         precision="bf16-mixed",
         max_epochs=1,
-        limit_train_batches=STEPS,
+        limit_train_batches=steps,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         logger=False,
@@ -183,7 +183,7 @@ def te_train(
         # Named, since looking for others starts MPI where mpi4py is installed.
         plugins=[LightningEnvironment()],
     )
-    data = te_dataset(STEPS * BATCH, module.seq)
+    data = te_dataset(steps * BATCH, module.seq)
     trainer.fit(
         module,
         DataLoader(data, batch_size=BATCH),

@@ -48,7 +48,6 @@ class Experts(GPT):
             moe_router_load_balancing_type="aux_loss",
             moe_aux_loss_coeff=1e-2,
             moe_grouped_gemm=True,
-            gradient_accumulation_fusion=False,
             add_bias_linear=False,
             hidden_dropout=0.0,
             attention_dropout=0.0,

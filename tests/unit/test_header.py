@@ -91,6 +91,8 @@ lightning-mcore 0.1.0 | megatron-core 0.16.1 | torch 2.13.0 | lightning 2.6.6
   deallocate_pipeline_outputs          off        -          on CPU a send may still be reading the
                                                              tensor [assert]
   defer_embedding_wgrad                off        auto       needs GPUs with Apex [assert]
+  gradient_accumulation_fusion         off        auto       needs GPUs [assert]
+  cuda_graphs                          off        auto       needs GPUs [assert]
   cp_comm_type                         -          -          cp = 1
   hierarchical_context_parallel_sizes  -          -          only cp_comm_type='a2a+p2p' has two
                                                              levels
@@ -296,4 +298,4 @@ def test_lines_fit_and_are_plain_text(sizes: dict[str, Any]) -> None:
             assert len(line) <= WIDTH
             assert line == line.rstrip()
             assert line.isascii()
-        assert len(header.splitlines()) <= 48
+        assert len(header.splitlines()) <= 50

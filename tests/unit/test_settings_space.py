@@ -26,6 +26,7 @@ SWITCHES = [
     "sequence_parallel", "tp_comm_overlap", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective", "nccl_ub",
     "overlap_p2p", "overlap_p2p_warmup_flush", "batch_p2p", "defer_embedding_wgrad",
+    "gradient_accumulation_fusion",
 ]  # fmt: skip
 
 REQUESTS = st.fixed_dictionaries(
@@ -35,6 +36,9 @@ REQUESTS = st.fixed_dictionaries(
         "bucket_size": st.sampled_from([None, 1, 4000]),
         "microbatch_group_size_per_vp_stage": st.sampled_from([None] * 6 + [1, 2, 4, 8]),
         "cp_comm_type": st.sampled_from([None] * 8 + ["p2p", "all_gather", "a2a", "a2a+p2p"]),
+        "cuda_graphs": st.sampled_from(
+            ["auto"] * 8 + [False, "local", "transformer_engine", "full_iteration"]
+        ),
         "fsdp": st.sampled_from([None] * 9 + ["optim_grads_params"]),
         "nccl_communicators": st.just({})
         | st.dictionaries(
@@ -130,6 +134,9 @@ def test_refused_with_a_way_out_or_resolved(
         assert switch.requested == request_[name]
         if request_[name] != "auto":
             assert switch.effective is request_[name], name
+    asked = request_["cuda_graphs"]
+    assert switches.cuda_graphs.effective == (False if asked == "auto" else asked)
+    assert asked != "full_iteration"
     for entry in dataclasses.fields(switches):
         switch = getattr(switches, entry.name)
         assert switch.name == entry.name

@@ -18,11 +18,12 @@ from lightning_mcore._mcore import engine
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.engine_fields import ddp_fields, group_fields, model_fields
 from lightning_mcore.errors import ConfigurationError
-from lightning_mcore.findings import Finding, raise_errors
+from lightning_mcore.findings import Finding, Findings, raise_errors
 from lightning_mcore.layout import resolve_layout
 from lightning_mcore.switches import (
     Facts,
     Switches,
+    check_graphs_with_experts,
     check_settings,
     plan_switches,
     resolve_switches,
@@ -105,6 +106,29 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
     ({"defer_embedding_wgrad": True}, VPP, CPU, "error", "defer-embedding-wgrad-needs-apex"),
     ({"defer_embedding_wgrad": True}, VPP, GPU | {"native_model": True}, "error",
      "defer-embedding-wgrad-needs-megatron-layers"),
+    ({"defer_embedding_wgrad": True, "gradient_accumulation_fusion": False}, VPP, GPU, "error",
+     "defer-embedding-wgrad-needs-fusion"),
+    ({"gradient_accumulation_fusion": True}, DP2, CPU, "error", "grad-fusion-needs-gpu"),
+    ({"gradient_accumulation_fusion": True}, DP2, GPU | {"native_model": True}, "error",
+     "grad-fusion-needs-megatron-layers"),
+    ({"gradient_accumulation_fusion": True}, DP2,
+     GPU | {"te_version": None, "has_fused_wgrad": False}, "error", "grad-fusion-needs-kernel"),
+    ({"cuda_graphs": "full_iteration"}, DP2, GPU, "error", "cuda-graphs-full-iteration"),
+    ({"cuda_graphs": "local"}, DP2, CPU, "error", "cuda-graphs-need-gpu"),
+    ({"cuda_graphs": "local"}, DP2, GPU | {"native_model": True}, "error",
+     "cuda-graphs-need-megatron-layers"),
+    ({"cuda_graphs": "transformer_engine"}, DP2, GPU | {"engine_version": (0, 18, 2)}, "error",
+     "cuda-graphs-need-engine"),
+    ({"cuda_graphs": "transformer_engine"}, DP2, GPU | {"te_version": None}, "error",
+     "cuda-graphs-need-te"),
+    ({"cuda_graphs": "transformer_engine"}, DP2, GPU | {"precision": "16-mixed"}, "error",
+     "cuda-graphs-need-bf16"),
+    ({"cuda_graphs": "local"}, DP2, GPU | {"dims": ModelDims(num_moe_experts=8)}, "error",
+     "cuda-graphs-local-needs-dense-layers"),
+    ({"cuda_graphs": "local"}, (2, {"pp": 2}), GPU, "error", "cuda-graphs-local-needs-one-stage"),
+    ({"cuda_graphs": "local"}, DP2,
+     GPU | {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments: True"}}, "error",
+     "cuda-graphs-exclude-expandable-segments"),
     ({"cp_comm_type": "a2a"}, DP2, GPU, "error", "cp-comm-type-needs-cp"),
     ({"cp_comm_type": "a2a"}, (8, {"tp": 2, "cp": 4}),
      GPU | {"dims": ModelDims(num_attention_heads=32, num_query_groups=4)}, "error",
@@ -265,9 +289,75 @@ def test_candidates_are_off_and_named() -> None:
     assert not switches.overlap_p2p_warmup_flush.effective
     named = [finding for finding in findings if finding.code == "candidate"]
     assert {name for finding in named for name in finding.values} == {
-        "nccl_ub", "overlap_p2p_warmup_flush", "defer_embedding_wgrad"
+        "nccl_ub", "overlap_p2p_warmup_flush", "defer_embedding_wgrad", "cuda_graphs"
     }  # fmt: skip
     assert all(finding.severity == "info" for finding in named)
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "effective", "evidence"),
+    [
+        (GPU, "auto", True, "recipe"),
+        (GPU | {"has_fused_wgrad": False}, "auto", False, "candidate"),
+        (GPU | {"has_fused_wgrad": False, "te_version": None}, "auto", False, "assert"),
+        (GPU | {"native_model": True}, "auto", False, "assert"),
+        (CPU, "auto", False, "assert"),
+        (GPU | {"has_fused_wgrad": False}, True, True, ""),
+        (GPU, False, False, ""),
+    ],
+)
+def test_gradients_are_accumulated_in_the_product_where_apex_is(
+    facts: Any, asked: Any, effective: bool, evidence: str
+) -> None:
+    switch = _plan(DP2, facts, gradient_accumulation_fusion=asked)[0].gradient_accumulation_fusion
+    assert (switch.effective, switch.evidence) == (effective, evidence)
+    stands_in = "stands in for Apex" in switch.reason
+    assert stands_in == (asked is True and not facts.get("has_fused_wgrad"))
+
+
+@pytest.mark.parametrize("comm", ["safe", "auto", "max"])
+@pytest.mark.parametrize("facts", [CPU, GPU, GPU | {"precision": "32-true"}])
+def test_graphs_are_never_chosen_for_the_user(facts: Any, comm: Any) -> None:
+    switches, findings = _plan(DP2, facts, comm=comm)
+    assert switches.cuda_graphs.effective is False
+    named = {name for f in findings if f.code == "candidate" for name in f.values}
+    assert ("cuda_graphs" in named) == (facts is GPU)
+
+
+@pytest.mark.parametrize("environment", [
+    {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["local", "transformer_engine"])
+def test_graphs_that_were_asked_for(kind: Any, environment: Any) -> None:
+    switches, findings = _plan(DP2, GPU | {"environment": environment}, cuda_graphs=kind)
+    assert switches.cuda_graphs.effective == kind
+    assert not [finding for finding in findings if finding.severity == "error"]
+    layout = resolve_layout(ParallelSizes(), 2, 0)
+    fields = model_fields(layout, switches, {}, torch.device("cuda"))
+    assert fields["cuda_graph_impl"] == kind
+    off, _ = _plan(DP2, GPU, cuda_graphs=False)
+    assert "cuda_graph_impl" not in model_fields(layout, off, {}, torch.device("cuda"))
+
+
+def test_graphs_of_layers_exclude_taking_layers_apart() -> None:
+    for kind, overlap, refused in (
+        ("local", "1f1b", True),
+        ("transformer_engine", "1f1b", True),
+        ("transformer_engine", False, False),
+        (False, "1f1b", False),
+    ):
+        found = Findings()
+        graphs = _plan(DP2, GPU, cuda_graphs=kind)[0].cuda_graphs
+        check_graphs_with_experts(graphs, overlap, found)
+        codes = [finding.code for finding in found.sorted()]
+        assert codes == (["cuda-graphs-exclude-1f1b-overlap"] if refused else [])
+
+
+@pytest.mark.parametrize("value", [True, 1, 0, "layers", None])
+def test_graphs_are_named_by_kind(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"`cuda_graphs` \(.*\) must .*; use cuda_graphs="):
+        SwitchRequest(cuda_graphs=value)
 
 
 def test_single_switches_override_a_preset() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lightning_mcore._mcore.cuda_graphs import side_stream
 from lightning_mcore.errors import ConfigurationError
 
 ENGINE_VERSION: str = _engine_version.split("+")[0]
@@ -134,10 +135,12 @@ def wrap_ddp(
     Collective over the data-parallel groups: parameters are broadcast from data-parallel rank 0.
     """
     wrapped: list[nn.Module] = []
+    graphed = getattr(config, "cuda_graph_impl", "none") != "none"
     for index, chunk in enumerate(chunks):
-        ddp: Any = DistributedDataParallel(
-            config, ddp_config(ddp_fields), chunk, disable_bucketing=index > 0
-        )
+        with side_stream() if graphed else nullcontext():
+            ddp: Any = DistributedDataParallel(
+                config, ddp_config(ddp_fields), chunk, disable_bucketing=index > 0
+            )
         if ddp.use_forward_hook:
             ddp.disable_forward_pre_hook(param_sync=False)
         ddp.broadcast_params()

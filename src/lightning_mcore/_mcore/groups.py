@@ -99,9 +99,15 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(found.values())
 
 
-def seed_parallel_rng(seed: int) -> None:
+def seed_parallel_rng(seed: int, *, graph_safe: bool = False) -> None:
     """Seeds the engine's RNG tracker: one stream per tensor-parallel rank, one shared.
 
     The device's default generator is set to ``seed`` as well (the engine does both at once).
+
+    Args:
+        seed: Of the shared stream.
+        graph_safe: Whether CUDA graphs may draw from the streams: those of TransformerEngine, where
+            it is installed, else the engine's of that kind.
     """
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    kind = {"te_rng_tracker": True, "use_cudagraphable_rng": True} if graph_safe else {}
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True, **kind)

@@ -28,7 +28,12 @@ from lightning_mcore.experts import ExpertPlan, ExpertSwitches, choose_experts, 
 from lightning_mcore.findings import Finding, Findings
 from lightning_mcore.layout import Axis, Layout
 from lightning_mcore.precision import MCorePrecision
-from lightning_mcore.switches import Facts, Switches, check_settings
+from lightning_mcore.switches import (
+    Facts,
+    Switches,
+    check_graphs_with_experts,
+    check_settings,
+)
 from lightning_mcore.topology import Arch, GroupPlace, Network, Topology, place_groups
 from lightning_mcore.topology_probe import (
     FOUND,
@@ -312,6 +317,10 @@ def _plan(
         expert_switches, of_experts = choose_experts(asked.request.experts, layout, facts)
         for finding in of_experts:
             found.add(finding)
+        if switches is not None:
+            check_graphs_with_experts(
+                switches.cuda_graphs, expert_switches.overlap_moe.effective, found
+            )
         experts = _plan_experts(asked, layout, facts, topology, found)
     return Run(
         config=asked,

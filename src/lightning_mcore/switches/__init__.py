@@ -12,6 +12,7 @@ from the others.
 """
 
 from lightning_mcore.switches.communicators import communicator_settings
+from lightning_mcore.switches.compute import check_graphs_with_experts
 from lightning_mcore.switches.plan import (
     check_settings,
     plan_switches,
@@ -28,6 +29,7 @@ __all__ = [
     "Facts",
     "Switch",
     "Switches",
+    "check_graphs_with_experts",
     "check_settings",
     "communicator_settings",
     "plan_switches",

@@ -203,7 +203,11 @@ def deallocate_pipeline_outputs(
 
 
 def defer_embedding_wgrad(
-    request: SwitchRequest, layout: Layout, facts: Facts, findings: Findings
+    request: SwitchRequest,
+    layout: Layout,
+    facts: Facts,
+    findings: Findings,
+    fusion: Switch[bool],
 ) -> Switch[bool]:
     """The output layer's weight gradient, computed while the pipeline drains."""
     name, asked = "defer_embedding_wgrad", request.defer_embedding_wgrad
@@ -222,6 +226,11 @@ def defer_embedding_wgrad(
         obstacles.append(
             ("needs-apex", f"{where}: the engine defers only gradients that its fused kernel"
              " (fused_weight_gradient_mlp_cuda) adds to the buffer", "Apex with --cuda_ext")
+        )  # fmt: skip
+    elif not fusion.effective and not facts.native_model:
+        obstacles.append(
+            ("needs-fusion", f"`gradient_accumulation_fusion` (False: {fusion.reason})",
+             "gradient_accumulation_fusion=True")
         )  # fmt: skip
     if asked is True:
         for code, needed, fix in obstacles:

@@ -16,6 +16,7 @@ from lightning_mcore.layout import (
 )
 from lightning_mcore.switches import (
     communicators,
+    compute,
     context,
     data,
     passed_on,
@@ -56,6 +57,7 @@ def plan_switches(
     fp32 = data.grad_reduce_in_fp32(request, facts, found)
     average = data.average_in_collective(request, layout, facts, found)
     overlap = pipeline.overlap_p2p(request, layout, facts, found)
+    fusion = compute.gradient_accumulation_fusion(request, facts, found)
     kind = context.cp_comm_type(request, layout, facts, found)
     passed_on.check_ddp_fields(request, facts, found, sharded=sharded, fp32=fp32, average=average)
     switches = Switches(
@@ -75,7 +77,9 @@ def plan_switches(
         batch_p2p=pipeline.batch_p2p(request, layout, facts, found, overlap),
         microbatch_group_size_per_vp_stage=pipeline.microbatch_group_size(request, layout, found),
         deallocate_pipeline_outputs=pipeline.deallocate_pipeline_outputs(overlap, layout, facts),
-        defer_embedding_wgrad=pipeline.defer_embedding_wgrad(request, layout, facts, found),
+        defer_embedding_wgrad=pipeline.defer_embedding_wgrad(request, layout, facts, found, fusion),
+        gradient_accumulation_fusion=fusion,
+        cuda_graphs=compute.cuda_graphs(request, layout, facts, found),
         cp_comm_type=kind,
         hierarchical_context_parallel_sizes=context.hierarchical_sizes(kind, layout, facts, found),
         nccl_communicators=communicators.nccl_communicators(request, facts, found),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from lightning_mcore.config import ModelDims
+from lightning_mcore.config import CudaGraphs, ModelDims
 from lightning_mcore.layout import Layout
 from lightning_mcore.topology import Topology
 
@@ -129,6 +129,10 @@ class Switches:
     """Stage outputs freed once they are sent."""
     defer_embedding_wgrad: Switch[bool]
     """Weight gradient of the output layer computed in the pipeline's flush."""
+    gradient_accumulation_fusion: Switch[bool]
+    """Weight gradients added to the gradient buffer inside the matrix product."""
+    cuda_graphs: Switch[CudaGraphs]
+    """Kind of CUDA graphs that training replays, or ``False``."""
     cp_comm_type: Switch[str | None]
     """How context-parallel ranks exchange keys and values; ``None`` at ``cp = 1``."""
     hierarchical_context_parallel_sizes: Switch[tuple[int, ...] | None]

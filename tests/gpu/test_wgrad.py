@@ -1,0 +1,90 @@
+"""TransformerEngine's matrix product in place of Apex's kernel: gradients in double precision.
+
+Not run yet: written from the sources of megatron-core 0.19.2 and TransformerEngine 2.20.2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.te_gpt import needs_gpus
+
+pytestmark = needs_gpus(1)
+
+TOKENS, WIDTH, VOCAB = 512, 256, 384
+
+
+def linear(inputs: Any, weight: Any, *, fused: bool) -> Any:
+    """The engine's linear layer on one rank."""
+    from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
+
+    values = {
+        "input": inputs,
+        "weight": weight,
+        "bias": None,
+        "gradient_accumulation_fusion": fused,
+        "allreduce_dgrad": False,
+        "sequence_parallel": False,
+        "grad_output_buffer": None,
+        "wgrad_deferral_limit": 0,
+        "tp_group": None,
+        "gtp_remat_size": 1,
+    }
+    names = list(
+        inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters
+    )
+    return LinearWithGradAccumulationAndAsyncCommunication.apply(*(values[n] for n in names[1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(TOKENS, 1), (TOKENS // 4, 4)])
+def test_sums_are_those_of_the_unfused_path(dtype, shape):
+    """Fused sums are exact but for sums in fp32 and one rounding to the buffer per microbatch."""
+    from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*size: int) -> Any:
+        return torch.randn(size, device="cuda", generator=generator).bfloat16()
+
+    weight = draw(VOCAB, WIDTH).requires_grad_()
+    microbatches = [(draw(*shape, WIDTH), draw(*shape, VOCAB)) for _ in range(2)]
+    # As in the engine's DDP: a view into a larger buffer, which holds what came before.
+    buffer = torch.ones(64 + VOCAB * WIDTH, device="cuda", dtype=dtype)
+    exact = torch.ones(VOCAB, WIDTH, device="cuda", dtype=torch.float64)
+    allowed = torch.zeros_like(exact)
+    unfused = torch.ones(VOCAB, WIDTH, device="cuda", dtype=dtype)
+    for inputs, grad in microbatches:
+        x, g = inputs.view(-1, WIDTH).double(), grad.view(-1, VOCAB).double()
+        exact += g.T @ x
+        # A sum of n terms in fp32: at most n x 2^-24 of the sum of their sizes.
+        allowed += 2.0**-24 * TOKENS * (g.T.abs() @ x.abs())
+        allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
+        (made,) = torch.autograd.grad(linear(inputs, weight, fused=False), weight, grad)
+        unfused += made
+    weight.main_grad = buffer[64:].view(VOCAB, WIDTH)
+    weight.grad_added_to_main_grad = False
+    with te_stands_in_for_apex():
+        for inputs, grad in microbatches:
+            linear(inputs, weight, fused=True).backward(grad)
+    assert weight.grad_added_to_main_grad
+    assert torch.all(buffer[:64] == 1.0), "wrote outside its part of the buffer"
+    error = (weight.main_grad - exact).abs()
+    assert torch.all(error <= allowed)
+    # Unfused, each gradient is rounded to bf16 before it is added.
+    assert error.mean() <= (unfused - exact).abs().mean()
+
+
+def test_the_engine_is_as_before_at_the_end():
+    from megatron.core.tensor_parallel import layers
+
+    from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
+
+    before = dict(vars(layers))
+    with te_stands_in_for_apex():
+        assert layers._grad_accum_fusion_available
+    assert dict(vars(layers)) == before
