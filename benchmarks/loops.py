@@ -44,6 +44,9 @@ class TrainerLoop(pl.Callback):
         loader: Any,
         device: torch.device,
         precision: Any = "32-true",
+        *,
+        callbacks: Sequence[pl.Callback] = (),
+        **options: Any,
     ) -> None:
         self.module = module
         self.losses: list[Tensor] = []
@@ -61,12 +64,14 @@ class TrainerLoop(pl.Callback):
             strategy=strategy,
             precision=precision,
             gradient_clip_val=CLIP_NORM,
-            callbacks=[self],
+            # The others before the one that waits for the next block.
+            callbacks=[*callbacks, self],
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **options,
         )
 
     def start(self) -> None:

@@ -1,0 +1,174 @@
+"""The cases of every item."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_mcore import GemmOverlap, TPCommOverlap
+from multigpu.cases import MANY_QUEUES, ONE_ORDER, Case, Group, Plan
+
+RING = GemmOverlap(method="ring_exchange")
+_SCATTERING = ("proj_fprop", "fc2_fprop")
+_DGRADS = ("qkv_dgrad", "fc1_dgrad")
+
+
+def _split(splits: int) -> TPCommOverlap:
+    entry = GemmOverlap(method="pipeline", num_splits=splits)
+    return TPCommOverlap(gemms=dict.fromkeys(_SCATTERING, entry))
+
+
+RING_AND_DGRAD = TPCommOverlap(gemms=dict.fromkeys((*_SCATTERING, *_DGRADS), RING))
+USERBUFFERS: Mapping[str, Any] = {
+    "all ring + dgrad": RING_AND_DGRAD,
+    "default (pipeline, 4 splits)": True,
+    "all ring": TPCommOverlap(gemms=dict.fromkeys(_SCATTERING, RING)),
+    "bulk only": TPCommOverlap(all_gather=False, reduce_scatter=False),
+    "pipeline, 2 splits": _split(2),
+    "pipeline, 8 splits": _split(8),
+}
+"""Settings of ``tp_comm_overlap``, the most promising first."""
+
+
+def tensor_parallel(world: int) -> list[tuple[Group, Plan]]:
+    """Userbuffers against NCCL at tp = all GPUs, one and two samples per microbatch."""
+    groups = []
+    for micro_batch in (1, 2):
+        common: dict[str, Any] = {"model": "llama-70b-slice", "micro_batch": micro_batch}
+        sizes = {"tp": world, "sequence_parallel": True}
+        off = Case(
+            name="off, async NCCL",
+            strategy=sizes | {"tp_comm_overlap": False},
+            environment=ONE_ORDER,
+            **common,
+        )
+        names = list(USERBUFFERS) if micro_batch == 1 else list(USERBUFFERS)[:3]
+        variants = [
+            Case(
+                name=name,
+                strategy=sizes | {"tp_comm_overlap": USERBUFFERS[name]},
+                environment=ONE_ORDER,
+                needs=("gpu", "transformer_engine"),
+                **common,
+            )
+            for name in names
+        ]
+        if micro_batch == 1:
+            queues = dataclasses.replace(off, name="off, 8 hardware queues", environment={})
+            variants.append(queues)
+        group = Group(
+            item="tp",
+            name=f"tp{world}, micro-batch {micro_batch}",
+            baseline=off,
+            variants=tuple(variants),
+            same_weights=True,
+        )
+        groups.append((group, Plan(steps=8 if micro_batch == 1 else 5)))
+    return groups
+
+
+def pipeline(world: int) -> list[tuple[Group, Plan]]:
+    """Schedules at pp = 2, with micro-batches of about 75 ms per stage.
+
+    Launching a layer's forward and backward pass takes the host about 2.6 ms on the H200 machine,
+    8 layers a third of that. The vocabulary is small so that the stages are alike.
+    """
+    common: dict[str, Any] = {
+        "model": "gpt2-xl",
+        "changes": {
+            "layers": 16,
+            "hidden": 2560,
+            "heads": 20,
+            "head_dim": 128,
+            "ffn": 10240,
+            "seq": 2048,
+            "vocab": 16384,
+        },
+        "micro_batch": 4,
+        "lateness": True,
+    }
+
+    def case(name: str, counts: tuple[int, ...], **strategy: Any) -> Case:
+        return Case(name=name, strategy={"pp": 2, **strategy}, microbatches=counts, **common)
+
+    flush = {"overlap_p2p": True, "overlap_p2p_warmup_flush": True}
+    variants = (
+        case("vpp 4, overlap", (4, 8, 16), vpp=4, overlap_p2p=True),
+        case("vpp 4, overlap, also warm-up and flush", (4,), vpp=4, **flush),
+        case("vpp 4, no overlap", (4,), vpp=4, overlap_p2p=False, batch_p2p=False),
+        case("vpp 2, overlap", (4, 8), vpp=2, overlap_p2p=True),
+        case("vpp 8, overlap", (4, 8), vpp=8, overlap_p2p=True),
+        case("vpp 8, overlap, also warm-up and flush", (4,), vpp=8, **flush),
+        case("1F1B, unbatched", (4,), batch_p2p=False),
+    )
+    group = Group(
+        item="pp",
+        name=f"pp2 dp{world // 2}",
+        baseline=case("1F1B", (4, 8, 16)),
+        variants=variants,
+    )
+    return [(group, Plan(rounds=2, steps=4, warmup=2, window=1))]
+
+
+def data_parallel(world: int) -> list[tuple[Group, Plan]]:
+    """GPT-2 XL under Lightning's strategies and under ours."""
+    common: dict[str, Any] = {"model": "gpt2-xl", "micro_batch": 8, "lateness": True}
+    off = {
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "use_distributed_optimizer": False,
+    }
+    grads = off | {"overlap_grad_reduce": True}
+    sharded = grads | {"use_distributed_optimizer": True}
+    params = sharded | {"overlap_param_gather": True}
+    settings = {
+        "mcore, + overlap_param_gather": params,
+        "mcore, plain": off,
+        "mcore, overlap_grad_reduce": grads,
+        "mcore, + distributed optimizer": sharded,
+        "mcore, all, buckets of 100M": params | {"bucket_size": 100_000_000},
+        "mcore, all, buckets of 10M": params | {"bucket_size": 10_000_000},
+        "mcore, all, gradients in bf16": params | {"grad_reduce_in_fp32": False},
+    }
+    ours = [Case(name=name, strategy=strategy, **common) for name, strategy in settings.items()]
+    fsdp = Case(name="Lightning FSDP", framework="fsdp", needs=("gpu",), **common)
+    larger = Case(
+        name="Lightning DDP, buckets of 100 MB",
+        framework="ddp",
+        strategy={"bucket_cap_mb": 100},
+        **common,
+    )
+    group = Group(
+        item="dp",
+        name=f"dp{world}",
+        baseline=Case(name="Lightning DDP", framework="ddp", **common),
+        variants=(ours[0], fsdp, larger, *ours[1:]),
+    )
+    return [(group, Plan(rounds=2, steps=6))]
+
+
+def experts(world: int) -> list[tuple[Group, Plan]]:
+    """Dispatchers of tokens, and their overlap, with experts over all GPUs."""
+    common: dict[str, Any] = {
+        "model": "moe-slice",
+        "micro_batch": 2,
+        "microbatches": (4,),
+        "environment": MANY_QUEUES,
+    }
+    base = {"ep": world, "moe_dispatcher": "alltoall", "overlap_moe": False}
+    deepep = base | {"moe_dispatcher": "deepep"}
+    needs = ("gpu", "deep_ep")
+    variants = (
+        Case(name="deepep", strategy=deepep, needs=needs, **common),
+        Case(name="alltoall, 1f1b", strategy=base | {"overlap_moe": "1f1b"}, **common),
+        Case(name="deepep, 1f1b", strategy=deepep | {"overlap_moe": "1f1b"}, needs=needs, **common),
+    )
+    group = Group(
+        item="moe",
+        name=f"ep{world}",
+        baseline=Case(name="alltoall", strategy=base, **common),
+        variants=variants,
+        same_weights=True,
+    )
+    return [(group, Plan(rounds=2, steps=5))]

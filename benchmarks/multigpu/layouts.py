@@ -1,0 +1,166 @@
+"""Combined layouts of four and eight GPUs, and the same work per GPU on ever more of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from multigpu.cases import MANY_QUEUES, ONE_ORDER, Case, Group, Plan
+from multigpu.items import RING_AND_DGRAD
+
+_SAMPLES = 16
+"""Of the global batch, in all layouts of the 8B width."""
+_PLAN = Plan(rounds=2, steps=4, warmup=3)
+
+
+def layouts(world: int) -> list[tuple[Group, Plan]]:
+    """Those that use all of ``world`` GPUs."""
+    wide = {"model": "llama-8b-slice", "changes": {"layers": 16}}
+    wider = {"model": "llama-70b-slice", "changes": {"layers": 8}}
+    sizes = [
+        ("8B width, 16 layers", wide, {"tp": 2, "pp": 2, "vpp": 4}, 8),
+        ("8B width, 16 layers", wide, {"tp": 2, "pp": 2, "vpp": 4}, 4),
+        ("8B width, 16 layers", wide, {"tp": 4, "pp": 2}, 8),
+        ("8B width, 16 layers", wide, {"tp": world}, world),
+        # Without the distributed optimizer, what it shards would not fit.
+        ("8B width, 16 layers", wide, {"use_distributed_optimizer": True}, world),
+        ("70B width, 8 layers", wider, {"tp": world}, world),
+        ("70B width, 8 layers", wider, {"tp": 4, "pp": 2}, 8),
+    ]
+    groups = [
+        _presets(what, model, strategy, world)
+        for what, model, strategy, wanted in sizes
+        if wanted == world
+    ]
+    groups += [(_experts(world), _PLAN), (_long(world), _PLAN)]
+    return groups
+
+
+def _presets(
+    what: str, model: dict[str, Any], strategy: dict[str, Any], world: int
+) -> tuple[Group, Plan]:
+    """One layout under each preset of ``comm``."""
+    tp, pp = strategy.get("tp", 1), strategy.get("pp", 1)
+    dp = world // (tp * pp)
+    named = {"tp": tp, "pp": pp, "vpp": strategy.get("vpp") or 1, "dp": dp}
+    name = " ".join(f"{axis}{size}" for axis, size in named.items() if size > 1)
+
+    def case(comm: str, **more: Any) -> Case:
+        choices: dict[str, Any] = {"comm": comm, **strategy, **more}
+        if tp > 1:
+            # The baseline too: the presets are about overlap.
+            choices["sequence_parallel"] = True
+        if pp == 2 and "vpp" in strategy and comm == "safe":
+            # At pp=2 the engine mixes up batched messages of an interleaved schedule.
+            choices["batch_p2p"] = False
+        return Case(
+            name=f"comm={comm}",
+            strategy=choices,
+            microbatches=(max(pp, _SAMPLES // dp),),
+            environment=ONE_ORDER if tp > 1 else {},
+            **model,
+        )
+
+    variants = [case("auto"), case("max")]
+    if tp > 1:
+        ring = case("auto", tp_comm_overlap=RING_AND_DGRAD)
+        needs = ("gpu", "transformer_engine")
+        variants.append(dataclasses.replace(ring, name="comm=auto, all ring + dgrad", needs=needs))
+    group = Group(
+        item="layouts",
+        name=f"{what}, {name}",
+        baseline=case("safe"),
+        variants=tuple(variants),
+        same_weights=True,
+    )
+    return group, _PLAN
+
+
+def _experts(world: int) -> Group:
+    common: dict[str, Any] = {
+        "model": "moe-slice",
+        "changes": {"layers": 4},
+        "micro_batch": 2,
+        "microbatches": (4,),
+        "environment": MANY_QUEUES,
+    }
+    base = {"ep": world, "moe_dispatcher": "alltoall", "overlap_moe": False}
+    deepep, needs = base | {"moe_dispatcher": "deepep"}, ("gpu", "deep_ep")
+    return Group(
+        item="layouts",
+        name=f"128 experts, ep{world}",
+        baseline=Case(name="alltoall", strategy=base, **common),
+        variants=(
+            Case(name="alltoall, 1f1b", strategy=base | {"overlap_moe": "1f1b"}, **common),
+            Case(name="deepep", strategy=deepep, needs=needs, **common),
+            Case(
+                name="deepep, 1f1b",
+                strategy=deepep | {"overlap_moe": "1f1b"},
+                needs=needs,
+                **common,
+            ),
+        ),
+        same_weights=True,
+    )
+
+
+def _long(world: int) -> Group:
+    """One sequence of 32K tokens on all GPUs: by tensor or by context parallelism."""
+    common: dict[str, Any] = {
+        "model": "llama-8b-slice",
+        "changes": {"layers": 4, "seq": 32768},
+        "microbatches": (2,),
+        "environment": ONE_ORDER,
+    }
+
+    def sizes(cp: int) -> dict[str, Any]:
+        tp = world // cp
+        return {"tp": tp, "cp": cp} | ({"sequence_parallel": True} if tp > 1 else {})
+
+    ring = Case(
+        name=f"tp{world}, sequence parallel, all ring + dgrad",
+        strategy=sizes(1) | {"tp_comm_overlap": RING_AND_DGRAD},
+        needs=("gpu", "transformer_engine"),
+        **common,
+    )
+    contexts = [cp for cp in (2, 4, 8) if cp <= world]
+    variants = [
+        Case(
+            name=f"tp{world // cp} cp{cp}, {kind}",
+            strategy=sizes(cp) | {"cp_comm_type": kind},
+            needs=("gpu", "transformer_engine"),
+            **common,
+        )
+        for cp in contexts
+        for kind in ("p2p", "a2a")
+    ]
+    return Group(
+        item="layouts",
+        name="32K tokens",
+        baseline=Case(name=f"tp{world}, sequence parallel", strategy=sizes(1), **common),
+        variants=(ring, *variants),
+    )
+
+
+def scaling(world: int) -> list[tuple[Group, Plan]]:
+    """The same work per GPU on 1, 2, 4... GPUs, data parallel."""
+    counts = [count for count in (1, 2, 4, 8) if count <= world]
+    return [
+        (
+            Group(
+                item="scaling",
+                name=f"dp{count}",
+                world=count,
+                baseline=Case(
+                    name=f"{count} GPUs",
+                    model="llama-8b-slice",
+                    changes={"layers": 8},
+                    micro_batch=2,
+                    microbatches=(2,),
+                ),
+                variants=(),
+            ),
+            Plan(rounds=3, steps=6),
+        )
+        for count in counts
+    ]
