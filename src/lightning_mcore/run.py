@@ -105,8 +105,12 @@ class ModelRun:
         plans_layers = self.experts.overlap_moe.effective == "1f1b"
         several = self.pipeline is not None and self.pipeline.stages[0].count > 1
         if several or plans_layers:
+            # Under sequence parallelism the engine forks its tensor-parallel stream around a whole
+            # block (transformer_block.py, forward). The combined schedule calls the layers without
+            # the block, so their masks come from this stream: of its own on each part of a sequence.
+            part = layout.tp_rank if plans_layers else 0
             self.randomness = StepRandomness(
-                self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank)
+                self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank) + part
             )
         self._metric_paths = MetricPaths(self.module)
         self._parameters = [param for chunk in self.inner for param in chunk.parameters()]
