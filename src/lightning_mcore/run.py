@@ -107,7 +107,7 @@ class ModelRun:
         if several or plans_layers:
             # Under sequence parallelism the engine forks its tensor-parallel stream around a whole
             # block (transformer_block.py, forward). The combined schedule calls the layers without
-            # the block, so their masks come from this stream: of its own on each part of a sequence.
+            # the block, so masks come from this stream: one of its own for each part of a sequence.
             part = layout.tp_rank if plans_layers else 0
             self.randomness = StepRandomness(
                 self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank) + part
