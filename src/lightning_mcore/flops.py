@@ -141,8 +141,8 @@ def training_flops(
 #   one GPU; PCIe 1,513). The H800 has the H100's compute, slower links.
 # A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
 #   nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM and PCIe alike). The A800 likewise.
-# A40, A10, L4, L40S: their data sheets at https://www.nvidia.com/en-us/data-center/ (the L40S' prints
-#   "362.05 | 733", dense and sparse).
+# A40, A10, L4, L40S: their data sheets at https://www.nvidia.com/en-us/data-center/ (L40S
+#   "362.05 | 733" is dense and sparse).
 # V100: https://images.nvidia.com/content/technologies/volta/pdf/
 #   volta-v100-datasheet-update-us-1165301-r5.pdf (SXM2 125, PCIe 112).
 # H20: no public data sheet; the figure that vendors print, 148.

@@ -105,9 +105,8 @@ class ModelRun:
         plans_layers = self.experts.overlap_moe.effective == "1f1b"
         several = self.pipeline is not None and self.pipeline.stages[0].count > 1
         if several or plans_layers:
-            # Under sequence parallelism the engine forks its tensor-parallel stream around a whole
-            # block (transformer_block.py, forward). The combined schedule calls the layers without
-            # the block, so masks come from this stream: one of its own for each part of a sequence.
+            # The combined schedule calls layers without the block, which would fork the
+            # tensor-parallel stream around them (transformer_block.py, forward).
             part = layout.tp_rank if plans_layers else 0
             self.randomness = StepRandomness(
                 self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank) + part
