@@ -16,6 +16,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 # The tested versions for this Python; on a Python without such a file pip chooses by itself.
 PINS := $(wildcard constraints/$(TAG).txt)
+# What tests use if it is there, and whose declared dependencies are too many.
+NO_DEPS := $(wildcard constraints/$(TAG)-no-deps.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format clean
@@ -29,7 +31,7 @@ help:
 
 # Without python3-venv, Debian's venv cannot put pip inside; pip itself can (--python).
 # The editable install reads the sources in place: only the metadata can make it stale.
-$(STAMP): pyproject.toml $(PINS)
+$(STAMP): pyproject.toml $(PINS) $(NO_DEPS)
 	@test -n "$(TAG)" || { echo "$(PYTHON) does not run; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -n "$(PINS)" || echo "No tested versions for $(TAG): pip chooses them." >&2
 	@echo "Installing into $(VENV) with $(PINS): a few minutes the first time."
@@ -38,6 +40,7 @@ $(STAMP): pyproject.toml $(PINS)
 		|| { rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
 			&& $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
 	@$(PIP) install -qq --editable '.[dev]' $(addprefix --constraint ,$(PINS))
+	@test -z "$(NO_DEPS)" || $(PIP) install -qq --no-deps --requirement $(NO_DEPS)
 	@touch $@
 
 # The engine warns in every process about kernels that a small machine cannot have.

@@ -45,9 +45,7 @@ def gpt_chunk(
         num_layers=layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **fields,
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields},
     )
     return GPTModel(
         config,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mcore._mcore import engine
+from lightning_mcore._mcore import engine, moe
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout
 from lightning_mcore.parallel_state import ParallelState, seed_stage
@@ -102,9 +102,21 @@ def _call_factory(
                 " strategy.build an nn.Sequential."
             )
         check_fields_used(chunk.config, fields)
+        _check_balancing_losses(chunk.config, state.layout)
         chunks.append(chunk)
     seed_stage(state)
     return chunks
+
+
+def _check_balancing_losses(config: Any, layout: Layout) -> None:
+    if moe.weakens_losses_per_token(config, tp=layout.tp, cp=layout.cp):
+        parts = layout.tp * layout.cp
+        raise ConfigurationError(
+            f"`per_token_loss` (True) with `tp` ({layout.tp}) x `cp` ({layout.cp}) makes"
+            f" megatron-core {engine.ENGINE_VERSION}, before 0.19, divide the gradients of"
+            f" moe_aux_loss_coeff and moe_z_loss_coeff by {parts} too much; use megatron-core 0.19"
+            " or newer, per_token_loss=False, or coefficients of 0."
+        )
 
 
 def _fix(said: str) -> str:

@@ -128,15 +128,26 @@ def training_flops(
     return 3 * forward_flops(shape, tokens=tokens, seq_length=seq_length, causal=causal)
 
 
-# Dense (without sparsity) tensor-core rates in TFLOP/s, from NVIDIA's data sheets; where a sheet
-# prints the rate with sparsity, half of it. Keys are words of
-# torch.cuda.get_device_name; the longest match counts.
-# H100, H200: https://resources.nvidia.com/en-us-hopper-architecture (data sheets of both)
-# B200, GB200: https://resources.nvidia.com/en-us-blackwell-architecture
+# Dense tensor-core rates in TFLOP/s, from NVIDIA's data sheets; where a sheet prints the rate with
+# sparsity (from Ampere on, often only by a footnote), half of it. "fp32" is the rate without tensor
+# cores. Keys are words of torch.cuda.get_device_name; the longest match counts.
+#
+# B200, GB200: specifications of HGX B200 and GB200 NVL72, which print rates with sparsity: bf16 4.5
+#   and 5 PFLOP/s, tf32 2.2 and 2.5 (rounded, so tf32 is not half of bf16 on the B200).
+#   https://www.nvidia.com/en-us/data-center/gb200-nvl72/, https://www.nvidia.com/en-us/data-center/hgx/
+# H200: https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446 (bf16 1,979
+#   with sparsity; NVL 1,671).
+# H100: https://resources.nvidia.com/en-us-tensor-core (SXM 1,979 and NVL 1,671 with sparsity, for
+#   one GPU; PCIe 1,513). The H800 has the H100's compute, slower links.
 # A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
-# L4, L40S, A10, A40, V100: data sheets at https://www.nvidia.com/en-us/data-center/
+#   nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM and PCIe alike). The A800 likewise.
+# A40, A10, L4, L40S: their data sheets at https://www.nvidia.com/en-us/data-center/ (L40S
+#   "362.05 | 733" is dense and sparse).
+# V100: https://images.nvidia.com/content/technologies/volta/pdf/
+#   volta-v100-datasheet-update-us-1165301-r5.pdf (SXM2 125, PCIe 112).
+# H20: no public data sheet; the figure that vendors print, 148.
 _PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1125.0},
+    "B200": {"bf16": 2250.0, "fp16": 2250.0, "tf32": 1100.0},
     "GB200": {"bf16": 2500.0, "fp16": 2500.0, "tf32": 1250.0},
     "H200": {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 66.9},
     "H200 NVL": {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60.0},

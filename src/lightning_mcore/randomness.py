@@ -30,7 +30,8 @@ class StepRandomness:
 
     Args:
         device: Of this rank.
-        chunk_seed: Begins the chunks' stream; different on every stage.
+        chunk_seed: Begins the chunks' stream; different on every stage, and on every
+            tensor-parallel rank where the schedule runs the layers.
     """
 
     def __init__(self, device: torch.device, chunk_seed: int) -> None:

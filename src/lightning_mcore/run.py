@@ -106,8 +106,11 @@ class ModelRun:
         plans_layers = self.experts.overlap_moe.effective == "1f1b"
         several = self.pipeline is not None and self.pipeline.stages[0].count > 1
         if several or plans_layers:
+            # The combined schedule calls layers without the block, which would fork the
+            # tensor-parallel stream around them (transformer_block.py, forward).
+            part = layout.tp_rank if plans_layers else 0
             self.randomness = StepRandomness(
-                self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank)
+                self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank) + part
             )
         self._metric_paths = MetricPaths(self.module)
         self._parameters = [param for chunk in self.inner for param in chunk.parameters()]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.testing import run_ranks
+from tests.context_gpt import context_chunk, token_mean
 from tests.gpt import GPT, token_dataset
 from tests.parity.one_process import Reference
 from tests.parity.recipes import GLOBAL_BATCH, OPTIMIZERS, STEPS, Training, make_schedule
@@ -108,6 +109,45 @@ class ParityGPT(GPT):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
+class ContextGPT(ParityGPT):
+    """Its step is written once, for any ``cp``.
+
+    Args:
+        training: What is trained.
+        masked: Whether steps give the mean over the tokens that count, and their number; all count
+            if the data has no mask.
+    """
+
+    def __init__(self, training: Training, masked: bool) -> None:
+        super().__init__(training)
+        self.masked = masked
+
+    def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
+        chunk = context_chunk(
+            is_first=stage.is_first,
+            is_last=stage.is_last,
+            vp_stage=stage.vp_stage,
+            tied=self.hparams.tied,
+            experts=self.hparams.experts,
+            moe=self.hparams.moe,
+            **fields,
+        )
+        self.shards += fill(chunk)
+        return chunk
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, labels, *mask = batch
+        positions = self.trainer.strategy.position_ids(tokens)
+        losses = self.model(tokens, positions, None, labels=labels)
+        if not self.masked:
+            loss = losses.mean()
+            self.log("train_loss", loss)
+            return loss
+        loss, count = token_mean(losses, mask[0] if mask else torch.ones_like(losses))
+        self.log("train_loss", loss)
+        return {"loss": loss, "num_tokens": count}
+
+
 def biased_routers(module: nn.Module) -> list[Any]:
     """Routers with a bias for each expert, which the engine updates beside the optimizer."""
     return [m for m in module.modules() if getattr(m, "expert_bias", None) is not None]
@@ -146,8 +186,12 @@ def fit(
 def fit_on_rank(world_size: int, strategy: Mapping[str, Any], training: Training) -> Outcome:
     """Trains the GPT on this rank, together with the others."""
     torch.manual_seed(1)
-    module = ParityGPT(training)
-    dp = world_size // (strategy.get("tp", 1) * strategy.get("pp", 1))
+    per_token = strategy.get("per_token_loss", False)
+    if per_token or strategy.get("cp", 1) > 1:
+        module: ParityGPT = ContextGPT(training, per_token)
+    else:
+        module = ParityGPT(training)
+    dp = world_size // (strategy.get("tp", 1) * strategy.get("cp", 1) * strategy.get("pp", 1))
     data = token_dataset(training.samples)
     outcome = fit(module, data, world_size, dp, MCoreStrategy(**strategy), training)
     outcome.shards = [shard.copied() for shard in module.shards]

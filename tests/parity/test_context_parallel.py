@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore.testing import run_ranks
 from tests.context_gpt import context_chunk, masked_dataset, token_mean, whole_batch
 from tests.gpt import token_dataset
-from tests.parity.layouts import Outcome, ParityGPT, check_batches, check_steps, fit
+from tests.parity.layouts import ContextGPT, Outcome, check_batches, check_steps, fit
 from tests.parity.one_process import CPU_FIELDS, Reference, gpt_reference
 from tests.parity.recipes import (
     GLOBAL_BATCH,
@@ -84,38 +84,6 @@ CASES = {
     "cp2dp2-masked-accumulate": Case(4, {"cp": 2, **PLAIN}, True, Training(accumulate=2)),
     "cp4-masked": Case(4, {"cp": 4}, True),
 }
-
-
-class ContextGPT(ParityGPT):
-    """Its step is written once, for any ``cp``."""
-
-    def __init__(self, training: Training, masked: bool) -> None:
-        super().__init__(training)
-        self.masked = masked
-
-    def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
-        chunk = context_chunk(
-            is_first=stage.is_first,
-            is_last=stage.is_last,
-            vp_stage=stage.vp_stage,
-            tied=self.hparams.tied,
-            experts=self.hparams.experts,
-            **fields,
-        )
-        self.shards += fill(chunk)
-        return chunk
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        tokens, labels, *mask = batch
-        positions = self.trainer.strategy.position_ids(tokens)
-        losses = self.model(tokens, positions, None, labels=labels)
-        if not self.masked:
-            loss = losses.mean()
-            self.log("train_loss", loss)
-            return loss
-        loss, count = token_mean(losses, mask[0])
-        self.log("train_loss", loss)
-        return {"loss": loss, "num_tokens": count}
 
 
 def _train(names: list[str]) -> list[Outcome]:

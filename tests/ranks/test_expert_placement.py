@@ -35,17 +35,17 @@ from tests.parity.layouts import InOrder
 from tests.parity.recipes import GLOBAL_BATCH
 from tests.ranks.trainers import make_trainer
 
-EXPERTS, STEPS, SAVED_AT = 8, 6, 4
+EXPERTS, LAYERS, STEPS, SAVED_AT = 8, 2, 6, 4
 
 TOLERANCE = 1e-5
 
 
-def moe_chunk(stage: Any, **fields: Any) -> nn.Module:
+def moe_chunk(stage: Any, *, layers: int = LAYERS, **fields: Any) -> nn.Module:
     """A GPT whose experts are gated, chosen with an expert bias, and balanced by a loss."""
     # Alone, a rank has no dispatcher chosen for it.
     fields = {"moe_token_dispatcher_type": "alltoall", **fields}
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=layers,
         hidden_size=16,
         ffn_hidden_size=24,
         num_attention_heads=HEADS,
@@ -102,8 +102,11 @@ def fill(chunk: nn.Module) -> None:
 class MoE(GPT):
     """The tests' LightningModule around it."""
 
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__(layers=layers)
+
     def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
-        return moe_chunk(stage, **fields)
+        return moe_chunk(stage, layers=self.hparams.layers, **fields)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # Momentum and a large step: state in a wrong place shows at once.
@@ -181,7 +184,8 @@ def fit(
     dp = world // strategy.get("pp", 1) // strategy.get("tp", 1)
     data = InOrder(token_dataset(STEPS * GLOBAL_BATCH), GLOBAL_BATCH // dp)
     torch.manual_seed(1)
-    module = MoE()
+    # A layer for each chunk at least.
+    module = MoE(layers=max(LAYERS, strategy.get("pp", 1) * strategy.get("vpp", 1)))
     trainer.fit(module, datamodule=data, ckpt_path=load)
     assert slots_of(module) == [], "experts are home again, and nothing is left in the model"
     return watch.seen
@@ -292,10 +296,17 @@ def test_four_ranks_with_sharded_state_and_pipeline(tmp_path):
         "tensor": ({**PLAIN, "tp": 2, "etp": 1}, "32-true", "lpt"),
         "pipeline": ({**DISTRIBUTED, "pp": 2, "micro_batch_size": 1}, "32-true", "serpentine"),
         "pipeline-bf16": ({**PLAIN, "pp": 2}, "bf16-mixed", "lpt"),
+        # Two chunks on a rank, whose parameters are gathered while the schedule runs.
+        "interleaved": (
+            {**DISTRIBUTED, "pp": 2, "vpp": 2, "overlap_p2p": True, "micro_batch_size": 1}
+            | {"overlap_param_gather": True},
+            "32-true",
+            "serpentine",
+        ),
     }
     ranks = run_ranks(_four_ranks, 4, cases, tmp_path)
     check_equal_training([trained for trained, _ in ranks])
-    for name in ("sharded", "tensor", "pipeline"):
+    for name in ("sharded", "tensor", "pipeline", "interleaved"):
         check_equal_checkpoints(tmp_path, name, optimizer=["exp_avg", "exp_avg_sq"])
     adam = ["exp_avg", "exp_avg_sq"]
     check_equal_checkpoints(tmp_path, "sharded-bf16", optimizer=[*adam, "param"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -16,12 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lightning_mcore._mcore import moe as engine_moe
+from lightning_mcore._mcore.engine import engine_version
 from lightning_mcore.callbacks import MoEStats
 from lightning_mcore.callbacks.moe_stats import draw_heat_map
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.testing import run_ranks
 from tests.gpt import GPT, LAYERS, SEQ, VOCAB, call_gpt, token_dataset
-from tests.parity.layouts import InOrder, ParityGPT, Watch, biased_routers
+from tests.parity.layouts import ContextGPT, InOrder, ParityGPT, Watch, biased_routers
 from tests.parity.recipes import GLOBAL_BATCH, STEPS, Training
 from tests.parity.weights import check_shards
 from tests.ranks.trainers import as_floats, make_trainer, world_size
@@ -67,8 +70,9 @@ def _statistics(strategy: dict[str, Any], run: Training, every: int = 1, **optio
     trainer = make_trainer(
         {**strategy, "micro_batch_size": 1}, callbacks=[stats, seen], max_steps=4, **options
     )
-    dp = world_size() // (strategy.get("tp", 1) * strategy.get("pp", 1))
-    module = ParityGPT(run)
+    cp = strategy.get("cp", 1)
+    dp = world_size() // (strategy.get("tp", 1) * strategy.get("pp", 1) * cp)
+    module = ParityGPT(run) if cp == 1 else ContextGPT(run, masked=False)
     trainer.fit(module, datamodule=InOrder(token_dataset(64), GLOBAL_BATCH // dp))
     assert not [r for r in biased_routers(module) if r._forward_hooks]
     return seen.logged, seen.tokens
@@ -97,16 +101,18 @@ def check_alike(expected: dict[str, float], found: dict[str, float]) -> None:
 
 
 def test_statistics_are_those_of_the_whole_job(two):
-    """The same on every rank and in every layout, with microbatches, tp, pp and vpp."""
+    """The same on every rank and in every layout, with microbatches, tp, pp, vpp and cp."""
     ((alone_logged, alone_tokens),) = run_ranks(_all_statistics, 1, [{}])[0]
     four = run_ranks(
-        _all_statistics, 4, [{"pp": 2, "vpp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 4}]
+        _all_statistics,
+        4,
+        [{"pp": 2, "vpp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"pp": 4}, {"cp": 2, "ep": 2}],
     )
     expected = torch.tensor(alone_tokens)
     assert expected.shape == (4, LAYERS, EXPERTS)
     assert (expected.sum(2) == GLOBAL_BATCH * SEQ * TOPK).all()
     assert len({tuple(row) for row in expected.view(-1, EXPERTS).tolist()}) > 1
-    for by_rank, count in ((two, 2), (four, 3)):
+    for by_rank, count in ((two, 2), (four, 4)):
         for index in range(count):
             for logged, tokens in (rank[index] for rank in by_rank):
                 assert tokens == alone_tokens
@@ -300,6 +306,13 @@ class DeclaredExperts(ParityGPT):
     model_dims = {"num_moe_experts": 3}  # noqa: RUF012
 
 
+class Balanced(ParityGPT):
+    """Its experts are balanced by losses."""
+
+    def __init__(self, run: Training) -> None:
+        super().__init__(training(**BALANCED))
+
+
 class OwnDispatcher(ParityGPT):
     """Sets what the strategy decides."""
 
@@ -336,6 +349,12 @@ REFUSALS = {
     "own": (OwnDispatcher, {"ep": 2}, "set it through MCoreStrategy"),
     "grouped": (Grouped, {"ep": 2}, "moe_grouped_gemm=False"),
 }  # fmt: skip
+if engine_version() < (0, 19):  # tests/parity/test_moe.py trains so with newer ones
+    REFUSALS["per token"] = (
+        Balanced,
+        {"tp": 2, "etp": 1, "per_token_loss": True},
+        "divide the gradients of moe_aux_loss_coeff and moe_z_loss_coeff by 2 too much",
+    )
 
 
 def _refusals() -> dict[str, str]:
@@ -356,6 +375,32 @@ def test_every_rank_refuses_alike():
     assert first == second
     for name, (_, _, words) in REFUSALS.items():
         assert words in first[name], first.get(name)
+
+
+@pytest.mark.parametrize(
+    ("version", "parts", "fields", "wrong"),
+    [
+        ((0, 18, 0), {"tp": 2, "cp": 1}, {}, True),
+        ((0, 18, 0), {"tp": 1, "cp": 2}, {"moe_aux_loss_coeff": [0.0, 0.1]}, True),
+        ((0, 18, 0), {"tp": 1, "cp": 2}, {"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0.1}, True),
+        ((0, 18, 0), {"tp": 1, "cp": 1}, {}, False),
+        ((0, 18, 0), {"tp": 2, "cp": 1}, {"moe_aux_loss_coeff": [0.0, 0.0]}, False),
+        ((0, 18, 0), {"tp": 2, "cp": 1}, {"calculate_per_token_loss": False}, False),
+        ((0, 18, 0), {"tp": 2, "cp": 1}, {"num_moe_experts": None}, False),
+        ((0, 19, 0), {"tp": 2, "cp": 2}, {}, False),
+    ],
+)
+def test_losses_per_token_are_wrong_for_parts_of_sequences_before_0_19(
+    monkeypatch, version, parts, fields, wrong
+):
+    monkeypatch.setattr(engine_moe, "engine_version", lambda: version)
+    config = {
+        "calculate_per_token_loss": True,
+        "num_moe_experts": 4,
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": None,
+    }
+    assert engine_moe.weakens_losses_per_token(SimpleNamespace(**config | fields), **parts) == wrong
 
 
 # ------------------------------------------------------------------------- the example

@@ -1,8 +1,10 @@
 """Callbacks that measure, in real runs over gloo: two ranks, one pipeline and one data-parallel."""
 
+import contextlib
 import csv
 import gc
 import time
+from collections import Counter
 from pathlib import Path
 
 import lightning as L
@@ -15,6 +17,7 @@ from lightning_mcore.callbacks import (
     CommTimings,
     GarbageCollection,
     MemoryStats,
+    NsightProfile,
     OptimizerStats,
     ReplicaCheck,
     ReplicasDiffer,
@@ -289,3 +292,109 @@ class TestDataParallel:
             assert CORRUPTED in rank["differ"]
             assert "after step 3" in rank["differ"]
             assert "rank 1 (dp 1)" in rank["differ"]
+
+
+# ------------------------------------------------------------------------- Nsight's ranges
+
+
+class Opened:
+    """In place of ``emit_nvtx``: keeps the profiler's ranges that would become NVTX ranges."""
+
+    def __init__(self):
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def __call__(self):
+        return self.profile
+
+    @property
+    def names(self):
+        return Counter(e.name for e in self.profile.events() if e.name.startswith("mcore:"))
+
+
+class OnHost(NsightProfile):
+    """What it does on a GPU, without the check for one."""
+
+    def setup(self, trainer, pl_module, stage):
+        pass
+
+
+class Buckets(L.Callback):
+    """Keeps the engine's groups of buckets, by chunk and kind; may raise within the window."""
+
+    def __init__(self, fails):
+        self.fails = fails
+        self.groups = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.groups = [
+            [list(chunk.bucket_groups), list(chunk.expert_parallel_bucket_groups)]
+            for chunk in trainer.strategy._model_run.chunks
+        ]
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if self.fails and trainer.global_step == 2:
+            raise RuntimeError("in the window")
+
+
+def nsight(strategy, fails):
+    """Ranges of steps 1 and 2 on rank 0, its buckets' sizes, and what is left on them."""
+    opened, calls = Opened(), []
+    torch.cuda.synchronize = lambda: calls.append("synchronize")
+    torch.cuda.profiler.start = lambda: calls.append("start")
+    torch.cuda.profiler.stop = lambda: calls.append("stop")
+    torch.autograd.profiler.emit_nvtx = opened
+    buckets = Buckets(fails)
+    trainer = make_trainer(strategy, callbacks=[OnHost(1, 2, ranks=[0]), buckets], max_steps=4)
+    module = MoEGPT() if "ep" in strategy else NumberedGPT()
+    with contextlib.suppress(RuntimeError):
+        trainer.fit(module, loader(numbered_tokens(32), 4))
+    groups = buckets.groups
+    sizes = [[[sum(b.grad_data.numel() for b in g.buckets) for g in k] for k in c] for c in groups]
+    left = [n for chunk in groups for kind in chunk for g in kind for n in vars(g) if "start_" in n]
+    names = opened.names if calls else Counter()
+    return names, sizes, left, [call for call in calls if call != "synchronize"]
+
+
+class MoEGPT(NumberedGPT):
+    def __init__(self):
+        super().__init__(experts=2)
+
+
+def nsight_runs():
+    small = {"overlap_grad_reduce": True, "bucket_size": 4000}
+    overlapping = {**small, "use_distributed_optimizer": True, "overlap_param_gather": True}
+    return (
+        nsight(overlapping, fails=False),
+        nsight({"ep": 2, "use_distributed_optimizer": False, "micro_batch_size": 1}, fails=False),
+        nsight(overlapping, fails=True),
+    )
+
+
+def test_nsight_names_what_each_bucket_sends():
+    (whole, experts, failed), (other, *_) = run_ranks(nsight_runs, 2)
+    names, ((sizes, none),), left, calls = whole
+    assert calls == ["start", "stop"]
+    assert left == []
+    assert none == []
+    assert len(sizes) > 5
+    found = {n: count for n, count in names.items() if "bucket" in n}
+    expected = {}
+    for bucket, elements in enumerate(sizes):
+        text = f"{elements / 1000:.1f}k" if elements >= 1000 else str(elements)
+        for send in ("grad-reduce", "param-gather"):
+            expected[f"mcore:{send} chunk=0 bucket={bucket} elements={text}"] = 2
+    # Gathers are asked for by the bucket before and by the layers that wait, and start once.
+    assert found.keys() == expected.keys()
+    for name, count in found.items():
+        assert count == 2 if "grad-reduce" in name else count >= 2, name
+    assert names["mcore:step"] == 2
+    assert names["mcore:forward stage=0 microbatch=0"] == 2
+
+    names, ((_, of_experts),), left, _ = experts
+    assert left == []
+    assert len(of_experts) == 1
+    (reduced,) = (n for n in names if n.startswith("mcore:grad-reduce chunk=0 expert-bucket=0 "))
+    assert names[reduced] == 2, "once per step, whatever the microbatches"
+
+    assert failed[2:] == ([], ["start", "stop"]), "put back after an exception too"
+    assert other == (Counter(), whole[1], [], []), "a rank that was not chosen"

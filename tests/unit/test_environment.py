@@ -33,7 +33,6 @@ HOPPER = Uses(arch="hopper", nodes=2, world_size=16, torch_version=(2, 11))
 TP = replace(HOPPER, splits_layers=True)
 DP = replace(HOPPER, overlaps_data_parallel=True)
 EXPERTS = replace(HOPPER, overlaps_experts=True, dispatcher="alltoall")
-FSDP = replace(HOPPER, fsdp=True, splits_layers=True)
 BLACKWELL = replace(TP, arch="blackwell")
 
 
@@ -51,8 +50,6 @@ def codes(uses, environ, *severities):
         (DP, None),
         (EXPERTS, "32"),
         (replace(EXPERTS, splits_layers=True), "32"),
-        (FSDP, None),
-        (replace(TP, ucc=True), None),
         (replace(HOPPER, dispatcher="alltoall"), None),
         (replace(HOPPER, dispatcher="deepep"), "32"),
         (replace(TP, dispatcher="deepep"), "1"),
@@ -87,9 +84,6 @@ def test_the_number_of_connections(uses, wanted):
         (replace(DP, arch="unknown"), "1", []),
         (DP, "8", []),
         (HOPPER, "1", []),
-        (FSDP, "1", [("env-connections-fsdp", "error")]),
-        (FSDP, "8", []),
-        (replace(HOPPER, ucc=True), "1", [("env-connections-ucc", "error")]),
         (EXPERTS, "1", [("env-connections-experts", "warning")]),
         (EXPERTS, "32", []),
         (replace(EXPERTS, splits_layers=True), "32", [("env-connections-both", "info")]),

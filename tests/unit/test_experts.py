@@ -385,6 +385,17 @@ def test_plan_with_one_expert_on_a_rank_and_without_parallelism():
     assert "1 expert on a rank" in next(f.relation for f in alone.findings)
     assert alone.bytes_per_token is None
     assert not plan_experts(64, 1, ONE_NODE).findings
+    useless = next(f for f in plan_experts(64, 32, H100).findings if f.code == "placement-useless")
+    assert "use ep=8 where" in useless.fix
+
+
+def test_plan_hints_at_a_group_that_fits_an_nvlink_domain():
+    crossing = [f for f in plan_experts(128, 16, H100).findings if f.code == "ep-crosses-nodes"]
+    assert "use ep=8 if" in crossing[0].fix
+    # As many ranks as a domain has, but not in one: each expert is cut inside a node.
+    plan = plan_experts(128, 8, H100, tp=8, etp=8)
+    assert plan.place.reach == "network"
+    assert not [f for f in plan.findings if f.code == "ep-crosses-nodes"]
 
 
 def test_plan_says_what_is_missing_there():

@@ -10,7 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mcore.config import ParallelSizes
-from lightning_mcore.flops import ModelShape, forward_flops, peak_flops, training_flops
+from lightning_mcore.flops import (
+    _PEAK_TFLOPS,
+    ModelShape,
+    forward_flops,
+    peak_flops,
+    training_flops,
+)
 from lightning_mcore.layout import resolve_layout
 from lightning_mcore.testing import run_ranks
 
@@ -163,6 +169,10 @@ def test_models_that_the_formula_does_not_know_have_no_count():
         ("NVIDIA H100 PCIe", "fp16", 756.0),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
         ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA B200", "tf32", 1100.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
         ("Tesla V100-SXM2-16GB", "fp16", 125.0),
         ("Tesla V100-SXM2-16GB", "bf16", None),
         ("NVIDIA A10G", "bf16", None),
@@ -174,3 +184,31 @@ def test_models_that_the_formula_does_not_know_have_no_count():
 def test_peaks_are_known_or_not_given(name, precision, tflops):
     found = peak_flops(name, precision)
     assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+# Lightning's name of a device, and ours, where both give dense rates of one GPU. Not so its H200
+# (with sparsity), H100 NVL (of two GPUs) and A40 (without tensor cores): docs/measuring.md.
+LIGHTNING = {
+    "h100 sxm": "NVIDIA H100 80GB HBM3",
+    "h100 pcie": "NVIDIA H100 PCIe",
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "l4": "NVIDIA L4",
+}
+
+
+@pytest.mark.parametrize("name", LIGHTNING)
+def test_peaks_are_those_that_lightning_knows(name):
+    from lightning.fabric.utilities.throughput import _CUDA_FLOPS
+
+    for precision, key in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("tf32", "tfloat32")):
+        assert peak_flops(LIGHTNING[name], precision) == pytest.approx(_CUDA_FLOPS[name][key])
+
+
+def test_tensor_cores_of_a_device_are_alike():
+    """A rate with sparsity, or without tensor cores, among dense ones would stand out."""
+    for name, rates in _PEAK_TFLOPS.items():
+        if "bf16" in rates:
+            assert rates["bf16"] == rates["fp16"], name
+            assert rates["tf32"] / rates["bf16"] == pytest.approx(0.5, rel=0.03), name
+        if "tf32" in rates and "fp32" in rates:
+            assert 1.5 <= rates["tf32"] / rates["fp32"] < 10, name

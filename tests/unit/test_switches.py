@@ -12,6 +12,7 @@ from lightning_mcore.config import ParallelSizes, SwitchRequest
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.layout import Layout, resolve_layout
 from lightning_mcore.switches import PRECISIONS, Facts, Switches, resolve_switches
+from lightning_mcore.topology import Topology
 
 CPU: dict[str, Any] = {"engine_version": (0, 19, 2), "on_gpu": False, "precision": "32-true"}
 GPU: dict[str, Any] = {
@@ -378,3 +379,22 @@ def test_derived_switches_carry_no_request() -> None:
         assert getattr(got, name).requested is None
     for name in ("overlap_p2p", "batch_p2p", "grad_reduce_in_fp32"):
         assert getattr(got, name).requested == "auto"
+
+
+def test_instances_of_the_optimizer_are_proposed_for_many_copies_in_whole_domains() -> None:
+    def reason(nodes: int, world: int) -> str:
+        topology = Topology(gpus_per_nvlink_domain=8, nodes=nodes, arch="hopper")
+        facts = GPU | MEGATRON | {"topology": topology}
+        return _resolve(world, sizes={}, facts=facts).num_distributed_optimizer_instances.reason
+
+    assert reason(16, 128).startswith("16, one per NVLink domain")
+    assert "NVLink" not in reason(15, 120)
+    # 17 domains, the last of them half full, do not divide 132 copies.
+    assert "NVLink" not in reason(17, 132)
+
+
+def test_a_group_of_microbatches_may_be_as_small_as_the_pipeline() -> None:
+    switches = _resolve(
+        2, sizes={"pp": 2, "vpp": 2}, facts=CPU, microbatch_group_size_per_vp_stage=2
+    )
+    assert switches.microbatch_group_size_per_vp_stage.effective == 2

@@ -255,6 +255,8 @@ def test_bandwidth_is_bytes_over_the_time_of_their_operations():
         interval(20, 90, "dp"),  # of unknown size: its time must not count
     )
     part = analyse(line, (0, 100)).groups["dp"]
+    assert analyse(line, (0, 100), steps=2).groups["dp"].algbw_gbps == part.algbw_gbps
+    assert scalars([analyse(line, (0, 100))])["comm/dp/mbytes"] == pytest.approx(6.0)
     assert part.algbw_gbps == pytest.approx(6e6 / 20e-6 / 1e9)
     assert part.busbw_gbps == pytest.approx((2e6 * 1.5 + 4e6 * 0.75) / 20e-6 / 1e9)
 
@@ -297,6 +299,12 @@ def test_advice_names_the_costliest_group_and_a_switch_that_is_off():
     idle = [analyse(timeline(interval(0, 50)), (0, 100))]
     assert "idle time costs most" in advice(idle, {})
     assert "nothing but compute" in advice([analyse(timeline(interval(0, 99)), (0, 100))], {})
+    assert "idle time costs most" in advice([analyse(timeline(interval(0, 95)), (0, 100))], {})
+
+
+@pytest.mark.parametrize("collective", ["gather", "scatter"])
+def test_bus_bytes_of_one_root_leave_its_own_part_out(collective):
+    assert bus_bytes(collective, 1000, 4) == pytest.approx(750)
 
 
 # --------------------------------------------------------------------------- merged traces

@@ -1,6 +1,9 @@
 """The words of failure messages, what counts as a failed collective, and the hub's judgement."""
 
+import fcntl
 import json
+import resource
+import socket
 import threading
 import time
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mcore.watch.hub import Connection, Hub
-from lightning_mcore.watch.monitor import is_communication_error
+from lightning_mcore.watch.monitor import _has_news, is_communication_error
 from lightning_mcore.watch.progress import Progress
 from lightning_mcore.watch.records import Failure, hang_report
 from lightning_mcore.watch.stacks import is_inside, stack_of, unfinished_on_device
@@ -53,6 +56,20 @@ def test_what_the_device_has_not_finished_is_in_the_report(monkeypatch):
     assert f"unfinished on the device: {found[0]}." in hang_report({0: report}, silent=[])
     monkeypatch.delattr(bindings, "_dump_nccl_trace_json")
     assert unfinished_on_device() == []
+
+
+def test_a_rank_listens_on_a_descriptor_of_any_number():
+    """``select.select`` refuses those above 1023, which a job with many groups reaches."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1100:
+        pytest.skip("the limit on open files is too low for such a descriptor")
+    mine, theirs = socket.socketpair()
+    with mine, theirs, socket.socket(fileno=fcntl.fcntl(mine, fcntl.F_DUPFD, 1100)) as high:
+        assert not _has_news(high, 0.0)
+        theirs.send(b"x")
+        assert _has_news(high, 1.0)
+        assert high.recv(1) == b"x"
+        theirs.close()
+        assert _has_news(high, 1.0)
 
 
 def test_a_phase_is_left_where_an_error_came_from():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
 
 from lightning_mcore.layout import Layout
 
@@ -56,6 +57,13 @@ def destroy_parallel_state() -> None:
     """Forgets the engine's process groups and buffers. Every rank calls it."""
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
+    # Losses of expert layers are kept per process in tensors as long as the first model was deep,
+    # with its groups: a deeper one would be out of bounds (moe_logging.py, record). A dict until
+    # 0.18, an object from then on.
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
 
 
 def parallel_state_exists() -> bool:

@@ -46,6 +46,22 @@ def mark_expert_parameters(chunks: Iterable[nn.Module], *, tp: int, etp: int) ->
                 param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+def weakens_losses_per_token(config: Any, *, tp: int, cp: int) -> bool:
+    """Whether losses that balance experts count ``tp * cp`` times too little per token.
+
+    Before 0.19 the router multiplies them by the tokens of its own part of a sequence only, while
+    gradients are divided by those of all parts (transformer/moe/router.py,
+    attach_and_log_load_balancing_loss and apply_z_loss; 0.19 has the factor).
+    """
+    if not (config.calculate_per_token_loss and config.num_moe_experts):
+        return False
+    coefficients = config.moe_aux_loss_coeff
+    balances = bool(any(coefficients) if isinstance(coefficients, (list, tuple)) else coefficients)
+    return (
+        (balances or bool(config.moe_z_loss_coeff)) and tp * cp > 1 and engine_version() < (0, 19)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RouterInfo:
     """A router and its place."""

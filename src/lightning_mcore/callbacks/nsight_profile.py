@@ -1,4 +1,4 @@
-"""Opens a window for Nsight Systems with ranges for steps, stages and microbatches.
+"""Opens a window for Nsight Systems with ranges for steps, stages, microbatches and buckets.
 
 What enters: steps. What leaves: NVTX ranges between cudaProfilerStart and Stop. Every rank calls
 it; none waits for another.
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.profiler import record_function
 from typing_extensions import override
 
+from lightning_mcore._mcore.buckets import bucket_ranges
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.ranges import profiling
 
@@ -34,8 +35,10 @@ class NsightProfile(Callback):
 
     nsys then records from the start of ``at_step`` for ``window`` steps, and the program goes on
     afterwards. In it, NVTX ranges ``mcore:step``, ``mcore:forward stage=S microbatch=M``,
-    ``mcore:backward ...``, the engine's P2P calls (``mcore:forward-recv``, ...), its gradient
-    reductions (``mcore:all-grads-sync``) and each torch operator.
+    ``mcore:backward ...``, the engine's P2P calls (``mcore:forward-recv``, ...), what waits for
+    gradients (``mcore:all-grads-sync``), the start of each bucket's collectives
+    (``mcore:grad-reduce chunk=0 bucket=3 elements=40.0M``, ``mcore:param-gather ...``; kernels that
+    a range launched are in nsys' projection of it onto the GPU) and each torch operator.
 
     Cost: without nsys, only in the window: one range per operator, some microseconds of host time
     each. Outside the window two comparisons per batch.
@@ -91,6 +94,8 @@ class NsightProfile(Callback):
             # Turns every profiler range into an NVTX range, the schedule's among them.
             ranges: Any = torch.autograd.profiler.emit_nvtx  # it has no annotations
             self._open.enter_context(ranges())
+            if (run := getattr(trainer.strategy, "_model_run", None)) is not None:
+                self._open.enter_context(bucket_ranges(run.chunks, record_function))
         if self._open is not None:
             self._mark = record_function("mcore:step")
             self._mark.__enter__()

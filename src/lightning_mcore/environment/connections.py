@@ -14,9 +14,6 @@ _BEFORE_BLACKWELL = ("ampere", "hopper")
 
 def wanted_connections(uses: Uses) -> tuple[str, str] | None:
     """Value and reason; the order of the rules is that of what breaks most without them."""
-    if uses.fsdp or uses.ucc:
-        # Anything but 1, which is CUDA's own default.
-        return None
     if uses.overlaps_experts:
         return _MANY, "the experts' all-to-all overlaps only if it has queues of its own"
     if uses.arch == "blackwell":
@@ -44,25 +41,6 @@ def check_connections(uses: Uses, found: Noted) -> None:
             "env-connections-range",
             f"{text} is not a number from 1 to 32, which CUDA takes",
             f"set it to {wanted[0]}" if wanted else "unset it",
-            CONNECTIONS,
-        )
-    elif one and uses.fsdp:
-        # megatron/training/arguments.py refuses it; the core does not check.
-        found.note(
-            "error",
-            "env-connections-fsdp",
-            f"{text} must be above 1 or unset with Megatron-FSDP, whose collectives run beside"
-            " compute",
-            "unset it, or set it above 1",
-            CONNECTIONS,
-        )
-    elif one and uses.ucc:
-        # parallel_state.py asserts it when it creates the pipeline groups.
-        found.note(
-            "error",
-            "env-connections-ucc",
-            f"{text} must be above 1 with UCC as the pipeline's backend",
-            "unset it, or set it above 1",
             CONNECTIONS,
         )
     elif one and uses.overlaps_experts:

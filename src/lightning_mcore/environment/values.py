@@ -39,12 +39,8 @@ class Uses:
     experts or if left to the model."""
     userbuffers: bool = False
     """Whether TransformerEngine overlaps tensor-parallel communication with its GEMMs."""
-    fsdp: bool = False
-    """Whether Megatron-FSDP shards the model."""
     nccl_ub: bool = False
     """Whether the engine registers buffers with NCCL, which turns NVLink multicast on."""
-    ucc: bool = False
-    """Whether pipeline transfers go through UCC."""
     has_te: bool = False
     """Whether TransformerEngine is installed."""
     multicast: bool = True

@@ -120,7 +120,7 @@ class Monitor(threading.Thread):
         heard_s = moved_s = time.monotonic()
         beat_s, count, asked = 0.0, -1, False
         while not self._closed.is_set() and self._failure is None:
-            ready, _, _ = select.select([self._connection.sock], [], [], interval_s / 4)
+            ready = _has_news(self._connection.sock, interval_s / 4)
             now_s = time.monotonic()
             if ready:
                 heard_s = now_s
@@ -224,7 +224,7 @@ class Monitor(threading.Thread):
             if self._progress.is_finishing:
                 return True
             with suppress(OSError, ValueError):
-                if select.select([self._connection.sock], [], [], 0)[0]:
+                if _has_news(self._connection.sock, 0.0):
                     for message in self._connection.receive() or ():
                         if message["t"] == "everyone":
                             self._everyone.set()
@@ -247,6 +247,17 @@ class Monitor(threading.Thread):
         lines = "".join(f"[rank {self._rank}] {line}\n" for line in message.splitlines())
         with suppress(OSError):
             os.write(2, lines.encode(errors="replace"))
+
+
+def _has_news(sock: socket.socket, timeout_s: float) -> bool:
+    """Whether there is something to receive, the end of the connection included.
+
+    Not ``select.select``, which takes no descriptor above 1023: groups and loaders of a long job
+    can hold more.
+    """
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def is_communication_error(error: BaseException) -> bool:
