@@ -177,7 +177,9 @@ class DirectLoop:
         for stage in stages:
             seed(stage)
             place = {"is_first": stage.is_first, "is_last": stage.is_last}
-            chunks.append(chunk(size, **place, vp_stage=stage.vp_stage, **fields).to(device))
+            with device:  # as Lightning calls configure_model, for equal first weights
+                built = chunk(size, **place, vp_stage=stage.vp_stage, **fields)
+            chunks.append(built.to(device))
         for built, state in zip(chunks, weights or (), strict=weights is not None):
             built.load_state_dict(state)
         self.config = config = copy.copy(chunks[0].config)
