@@ -233,9 +233,11 @@ def make_te_graphs(
     calls = {type(layer): type(layer).__call__ for layer in graphable_layers(chunks)}
     try:
         helper.create_cudagraphs()
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+    except BaseException as error:
         for owner, call in calls.items():
             owner.__call__ = call
+        if not isinstance(error, (AssertionError, RuntimeError, TypeError, ValueError)):
+            raise
         raise ConfigurationError(
             f"`cuda_graphs` ('transformer_engine') could not capture the layers: {error}. What a"
             " layer does must not read values on the host or change shapes; set"
