@@ -407,9 +407,6 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Model, list[Entry]]:
         default="auto",
         help="which backends live at the same time and take turns; auto: as many as fit",
     )
-    add(
-        "--pairs", dest="mode", action="store_const", const="pairs", help="the same as --mode pairs"
-    )
     add("--rounds", type=int, default=1, help="how often to go through all groups, built anew")
     add("--blocks", type=int, default=5, help="turns of each backend")
     add("--steps", type=int, default=10, help="steps per turn")
