@@ -30,6 +30,8 @@ from torch import nn
 
 from gpt import GPT, FusedGPT, batches
 from lightning_mcore import MCoreStrategy
+from lightning_mcore._mcore.cuda_graphs import forget_graphs
+from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
 from lightning_mcore.config import ParallelSizes
 from lightning_mcore.layout import resolve_layout
 from lightning_mcore.stage import stages_of
@@ -216,11 +218,13 @@ class Live:
 
 
 def _forget_graphs() -> None:
-    """Gives back captured graphs, which the engine holds in its classes."""
-    from megatron.core import full_cuda_graph
-    from megatron.core.transformer import cuda_graphs
+    """Gives back captured graphs, which the engine holds in its classes, and ends a failed capture.
 
-    cuda_graphs.delete_cuda_graphs()
+    Else DDP would drop all gradients of the backends that follow.
+    """
+    from megatron.core import full_cuda_graph
+
+    forget_graphs()
     full_cuda_graph.FullCudaGraphWrapper(None).reset_cuda_graph()
     for buffers in full_cuda_graph.StaticBufferLoader.static_buffers.values():
         buffers.clear()
@@ -343,7 +347,7 @@ def _direct(entry: Entry, model: Model, device: torch.device, exits: ExitStack) 
         if entry.strategy[name] not in ("auto", False):
             fields[_OF_MODEL[name]] = entry.strategy[name]
     if fields.get("gradient_accumulation_fusion") and not layers._grad_accum_fusion_available:
-        _let_te_stand_in_for_apex(exits)
+        exits.enter_context(te_stands_in_for_apex())
     shards = world > 1
     switches = {
         "use_distributed_optimizer": shards,
@@ -366,14 +370,6 @@ def _direct(entry: Entry, model: Model, device: torch.device, exits: ExitStack) 
         call=call_gpt,
         seed=partial(_seed_stage, graphs=_captures(entry)),
     )
-
-
-def _let_te_stand_in_for_apex(exits: ExitStack) -> None:
-    try:
-        from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
-    except ImportError:
-        raise ValueError("gradient_accumulation_fusion needs Apex here") from None
-    exits.enter_context(te_stands_in_for_apex())
 
 
 def _start_engine() -> None:

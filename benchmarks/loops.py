@@ -25,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, batches, call_gpt, gpt_chunk
+from lightning_mcore._mcore.cuda_graphs import make_te_graphs
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Opens a context around a block of steps, in the thread that runs them."""
@@ -232,7 +233,8 @@ class DirectLoop:
         pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._micro_batch_size = micro_batch_size or (size.micro_batch if pipelined else size.batch)
         self._batches = iter(batches(size, replicas=self._replicas, replica=replica))
-        self._capture_after, self._graphs = -1, None
+        self._capture_after = -1
+        self._graphs: Any = None
         if graph_impl(config) == "full_iteration":
             from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -240,12 +242,8 @@ class DirectLoop:
                 self._schedule, cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
             )
         elif graph_impl(config) == "transformer_engine":
-            from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-            self._capture_after = config.cuda_graph_warmup_steps
-            self._graphs = TECudaGraphHelper(
-                self._chunks, config, size.seq, self._micro_batch_size, [self._optimizer]
-            )
+            # In the step in which the strategy does (lightning_mcore/graphs.py).
+            self._capture_after = max(1, config.cuda_graph_warmup_steps)
 
     def run(self, steps: int, around: Around = nullcontext) -> None:
         """Runs ``steps`` steps."""
@@ -258,7 +256,15 @@ class DirectLoop:
         if self._gathers_late:
             for chunk in self._chunks:
                 chunk.disable_forward_pre_hook(param_sync=False)
-        self._graphs.create_cudagraphs()
+        self._graphs = make_te_graphs(
+            self._chunks,
+            self.config,
+            self._optimizer,
+            seq_length=self._size.seq,
+            micro_batch_size=self._micro_batch_size,
+            num_microbatches=self._size.batch // self._micro_batch_size,
+            data_parallel_size=self._replicas,
+        )
         if self._gathers_late:
             for chunk in self._chunks:
                 chunk.enable_forward_pre_hook()

@@ -7,7 +7,7 @@ clip gradients at 1.0 and update fp32 parameters by AdamW with fp32 moments.
 
     python benchmarks/train_gpt.py --model gpt2-xl --json gpt2.json --markdown gpt2.md
     python benchmarks/train_gpt.py --model llama-8b-slice --backends lightning-mcore mcore-raw \\
-        --variant 'graphs={"model": {"cuda_graph_impl": "local"}}' --variant 'plain={}'
+        --variant 'graphs={"strategy": {"cuda_graphs": "local"}}' --variant 'plain={}'
     python benchmarks/train_gpt.py --model tiny --accelerator cpu
 """
 
@@ -177,14 +177,17 @@ class Run:
             done = work(entry, *args)
         except Exception as error:
             text = forget(error)
-        failed = self._max(bool(text))
+        texts = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        failed = [f"rank {rank}: {found}" for rank, found in enumerate(texts) if found]
         if not failed:
             return done if done is not None else True
         done = None
         collect()
-        self._log(f"{entry.name} FAILED: {text or 'on another rank'}")
-        found = self.result["backends"][entry.name]
-        found.update(status="failed", error=text or "on another rank")
+        # Often the same on all ranks; the first is enough then.
+        told = failed[0] if len(failed) == len(texts) else "; ".join(failed)
+        self._log(f"{entry.name} FAILED: {told}")
+        self.result["backends"][entry.name].update(status="failed", error=told)
         self.write()
         return None
 
@@ -404,9 +407,6 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Model, list[Entry]]:
         default="auto",
         help="which backends live at the same time and take turns; auto: as many as fit",
     )
-    add(
-        "--pairs", dest="mode", action="store_const", const="pairs", help="the same as --mode pairs"
-    )
     add("--rounds", type=int, default=1, help="how often to go through all groups, built anew")
     add("--blocks", type=int, default=5, help="turns of each backend")
     add("--steps", type=int, default=10, help="steps per turn")
@@ -510,7 +510,8 @@ def _report(options: Any, results: list[dict[str, Any]]) -> int:
     lines: list[str] = []
     for path, result in zip(options.from_json or [options.out], results, strict=True):
         summarise(result)
-        path.write_text(json.dumps(result, indent=1))
+        if not options.from_json:
+            path.write_text(json.dumps(result, indent=1))
         lines += [*table(result), ""]
         for name, found in result["backends"].items():
             if "profile" in found:

@@ -25,8 +25,6 @@ class Case:
     """MCoreStrategy with the engine's model, or Lightning's own strategies with the plain twin."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of MCoreStrategy, or of Lightning's."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of TransformerConfig."""
     precision: Any = "bf16-mixed"
     micro_batch: int = 1
     microbatches: tuple[int, ...] = (1,)

@@ -6,11 +6,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lightning_mcore.flops import peak_flops
 from lightning_mcore.timeline.bandwidth import BUS_FACTORS
 
 _GROUPS = ("tp", "pp", "dp", "cp", "ep", "mp", "world", "other")
-PEAKS_TFLOPS = {"H200": 989.0, "H100": 989.0}
-"""Dense bf16, of the SXM boards."""
 
 
 def as_markdown(content: Mapping[str, Any]) -> str:
@@ -51,9 +50,9 @@ def as_markdown(content: Mapping[str, Any]) -> str:
 def _peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
     for row in rows:
         for gpu in row["by_rank"][0].get("gpus", ()) if "by_rank" in row else ():
-            for name, value in PEAKS_TFLOPS.items():
-                if name in gpu:
-                    return value
+            # As links.py writes it: the name, then the number of links.
+            rate = peak_flops(gpu.rpartition(",")[0], "bf16")
+            return None if rate is None else rate / 1e12
     return None
 
 

@@ -14,7 +14,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def make_module(case: Case) -> GPT:
         module = GPT(
             dims,
             lambda trainer, factory: trainer.strategy.build(factory),
-            chunk=partial(mcore_chunk, options=case.options),
+            chunk=mcore_chunk,
             call=call_gpt,
         )
         if case.strategy.get("cp", 1) > 1:

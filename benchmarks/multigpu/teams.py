@@ -127,11 +127,13 @@ class Team:
             errors[rank] = still
             self._ask_for_stacks(rank)
         if errors:
-            refused = len(errors) == len(self._pipes) and {k for k, _ in kinds} == {"refused"}
-            if not refused or len(kinds) > 1:
+            # A rank that gave no answer has not refused: it waits for those that did.
+            answered = not self._due and len(errors) == len(self._pipes)
+            refused = answered and len(kinds) == 1 and {k for k, _ in kinds} == {"refused"}
+            if not refused:
                 time.sleep(0.5 if self._due else 0.0)
                 self.kill()
-            raise TeamError(errors, refused=refused and len(kinds) == 1)
+            raise TeamError(errors, refused=refused)
         return [results[rank] for rank in range(len(self._pipes))]
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> list[Any]:

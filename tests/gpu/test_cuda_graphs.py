@@ -1,6 +1,5 @@
 """CUDA graphs and fused accumulation on one GPU: the same training, and graphs that are replayed.
 
-Not run yet: written from the sources of megatron-core 0.19.2 and TransformerEngine 2.20.2.
 All runs follow each other in one process, so that what a run leaves behind would show in the next.
 """
 

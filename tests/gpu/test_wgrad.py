@@ -1,7 +1,4 @@
-"""TransformerEngine's matrix product in place of Apex's kernel: gradients in double precision.
-
-Not run yet: written from the sources of megatron-core 0.19.2 and TransformerEngine 2.20.2.
-"""
+"""TransformerEngine's matrix product in place of Apex's kernel: gradients in double precision."""
 
 from __future__ import annotations
 

@@ -228,7 +228,14 @@ def test_graphs_of_layers_are_dropped_with_their_runners() -> None:
     )
     layer.weight._cudagraph_wgrad_ready_event = object()
     assert cuda_graphs.count_graphs([layer]) == 2
-    cuda_graphs.delete_graphs([layer])
+
+    def fail() -> None:  # as the engine does once process groups were aborted
+        torch.distributed.get_rank()
+
+    helper = SimpleNamespace(graphs_created=lambda: True, delete_cuda_graphs=fail)
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        fail()
+    cuda_graphs.delete_graphs([layer], helper)
     assert cuda_graphs.count_graphs([layer]) == 0
     assert not layer.cudagraph_manager.custom_cudagraphs_lookup_table
     assert not hasattr(layer.weight, "_cudagraph_wgrad_ready_event")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -233,9 +233,11 @@ def make_te_graphs(
     calls = {type(layer): type(layer).__call__ for layer in graphable_layers(chunks)}
     try:
         helper.create_cudagraphs()
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+    except BaseException as error:
         for owner, call in calls.items():
             owner.__call__ = call
+        if not isinstance(error, (AssertionError, RuntimeError, TypeError, ValueError)):
+            raise
         raise ConfigurationError(
             f"`cuda_graphs` ('transformer_engine') could not capture the layers: {error}. What a"
             " layer does must not read values on the host or change shapes; set"
@@ -261,7 +263,10 @@ def count_graphs(layers: Sequence[Any]) -> int:
 def delete_graphs(layers: Sequence[Any], helper: Any = None) -> None:
     """Frees the graphs of ``layers``; ``helper`` is what ``make_te_graphs`` gave, if it did."""
     if helper is not None and helper.graphs_created():
-        helper.delete_cuda_graphs()
+        # At its end, when graphs are gone, it asks torch for this rank, to log it. Where another
+        # rank failed, NCCL was aborted and there is no group: that shall not hide the failure.
+        with suppress(ValueError, AssertionError):
+            helper.delete_cuda_graphs()
     for layer in layers:
         # The engine's own delete_cuda_graphs finds only those in its record, which capture empties.
         manager = getattr(layer, "cudagraph_manager", None)

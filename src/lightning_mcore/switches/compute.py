@@ -80,7 +80,7 @@ def cuda_graphs(
             )
         return Switch(name, asked, asked, "requested")
     if obstacles:
-        return Switch(name, asked, False, obstacles[0][1].split(":")[0], "assert")
+        return Switch(name, asked, False, obstacles[0][1].split(": ")[0], "assert")
     reason = "helps where the host launches kernels slower than the GPU runs them: measure it"
     return Switch(name, asked, False, reason, "candidate")
 

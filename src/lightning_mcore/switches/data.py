@@ -337,6 +337,6 @@ def nccl_ub(request: SwitchRequest, facts: Facts, findings: Findings) -> Switch[
     if asked is False:
         return Switch(name, asked, False, "requested")
     if obstacles:
-        return Switch(name, asked, False, obstacles[0][1].split(":")[0], "assert")
+        return Switch(name, asked, False, obstacles[0][1].split(": ")[0], "assert")
     reason = "frees SMs inside an NVLink domain: measure it on and off"
     return Switch(name, asked, False, reason, "candidate")

@@ -229,7 +229,7 @@ def defer_embedding_wgrad(
         )  # fmt: skip
     elif not fusion.effective and not facts.native_model:
         obstacles.append(
-            ("needs-fusion", f"`gradient_accumulation_fusion` (False: {fusion.reason})",
+            ("needs-fusion", f"`gradient_accumulation_fusion`, now False: {fusion.reason}",
              "gradient_accumulation_fusion=True")
         )  # fmt: skip
     if asked is True:
