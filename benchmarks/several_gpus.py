@@ -40,7 +40,7 @@ import platform
 import warnings
 
 import torch
-from multigpu import START, items, layouts, session, tuned
+from multigpu import START, items, layouts, training, tuned
 from multigpu.cases import Case, Group, Plan
 from multigpu.compare import Bench, Clock, Results, run_group, run_once
 from multigpu.links import SIZES, measure_links
@@ -145,7 +145,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     method = options.start
     if method == "auto":
-        method = start_method(session.probe_gpu) if on_gpu else "fork"
+        method = start_method(training.probe_gpu) if on_gpu else "fork"
     setting = {
         **package_versions(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

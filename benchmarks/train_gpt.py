@@ -469,6 +469,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.began = began
     with tempfile.TemporaryDirectory() as folder:
         options.out = options.json or Path(folder) / "result.json"
+        if os.environ.get("RANK", "0") == "0":
+            options.out.unlink(missing_ok=True)  # or that of an earlier run would be reported
         if "RANK" in os.environ:
             rank = int(os.environ["RANK"])
             measure(rank, options, model, entries, 0)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from multigpu import session
+from multigpu import training
 from multigpu.cases import Case, Group, Plan
 from multigpu.teams import Team, TeamError
 
@@ -81,7 +81,7 @@ class Bench:
     def team(self, name: str, environment: Mapping[str, str]) -> Team:
         """Ranks that have begun to start CUDA."""
         team = Team(name, self.world, self.method, environment)
-        team.send(session.touch_device, self.accelerator)
+        team.send(training.touch_device, self.accelerator)
         return team
 
     def limit_s(self) -> float:
@@ -107,7 +107,7 @@ class Opened:
         self._bench, self._plan = bench, plan
         limit = bench.limit_s()
         team.receive(limit)  # touch_device
-        self.facts = team.call(session.open_case, case, bench.accelerator, limit_s=limit)
+        self.facts = team.call(training.open_case, case, bench.accelerator, limit_s=limit)
         self.blocks: dict[int, list[float]] = {}
         self.losses: dict[int, list[float]] = {}
         self.recorded: dict[int, Any] = {}
@@ -129,7 +129,7 @@ class Opened:
 
     def _run(self, microbatches: int, lead: int, steps: int) -> float:
         found = self.team.call(
-            session.run_block, microbatches, lead, steps, limit_s=self._bench.limit_s()
+            training.run_block, microbatches, lead, steps, limit_s=self._bench.limit_s()
         )
         self.losses.setdefault(microbatches, []).extend(found[0]["losses"])
         self.peak_bytes = max(self.peak_bytes, *(each["peak_bytes"] for each in found))
@@ -143,13 +143,13 @@ class Opened:
             if not self.blocks.get(count):
                 continue
             self.recorded[count] = self.team.call(
-                session.record, count, self._plan.window, limit_s=_RECORDING_S
+                training.record, count, self._plan.window, limit_s=_RECORDING_S
             )[0]
             # Of the fewest microbatches: with more, the same passes are repeated.
             if self.case.lateness and count == min(self.case.microbatches):
                 keep = None if self._bench.traces is None else str(self._bench.traces)
                 self.lateness[count] = self.team.call(
-                    session.find_lateness, keep, limit_s=_RECORDING_S
+                    training.find_lateness, keep, limit_s=_RECORDING_S
                 )
 
     def row(self, microbatches: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_mcore.tuning.report import as_dict, as_text
 from multigpu.cases import ONE_ORDER, Case
 from multigpu.compare import Bench, run_once
 from multigpu.items import RING_AND_DGRAD
-from multigpu.session import make_module
+from multigpu.training import make_module
 
 
 def run(bench: Bench, *, tiny: bool) -> None:

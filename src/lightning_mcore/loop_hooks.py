@@ -370,8 +370,10 @@ class LoopStrategy(CheckpointStrategy):
                 self._state = None
         finally:
             self._failed = False
-            self._exits.close()
-            self._stop_monitor()
+            try:
+                self._exits.close()
+            finally:
+                self._stop_monitor()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

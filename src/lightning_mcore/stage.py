@@ -199,6 +199,14 @@ def check_fields_used(config: Any, fields: Mapping[str, Any]) -> None:
         for name, value in fields.items()
         if hasattr(config, name) and getattr(config, name) != value
     }
+    # Where the switch is off the field is not among those handed on.
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if "cuda_graph_impl" not in fields and graphs != "none":
+        raise ConfigurationError(
+            f"`cuda_graph_impl` ({graphs!r}) of the chunk's config needs `cuda_graphs`, which is"
+            f" off: nothing would be captured; leave it out of the factory, and use"
+            f" MCoreStrategy(cuda_graphs={graphs!r})."
+        )
     if differing:
         listed = ", ".join(
             f"{n} ({has!r}, needed {want!r})" for n, (has, want) in differing.items()

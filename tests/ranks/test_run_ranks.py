@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mcore import testing
 from lightning_mcore.errors import ConfigurationError, MCoreError
 from lightning_mcore.testing import RankError, RankTimeout, run_ranks
 
@@ -177,18 +176,15 @@ def test_other_ways_to_start(method):
     assert [float(v) for v in run_ranks(sum_over_ranks, 2, start_method=method)] == [3.0, 3.0]
 
 
-def test_where_torch_sees_a_gpu_ranks_are_not_forked(monkeypatch):
-    started = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def how_gpus_are_looked_for():
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    server = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    return f"{name}=1".encode() in server, name in os.environ
 
-    def note(rank, method, *_):
-        started.append(method)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(testing, "Rank", note)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(rank_of_this, 1)
-    assert started == ["spawn"]
+def test_the_server_leaves_cuda_to_the_ranks():
+    """A process that has asked CUDA for GPUs cannot fork others that use them."""
+    assert run_ranks(how_gpus_are_looked_for, 2) == [(True, False)] * 2
 
 
 # ---------------------------------------------------------------------------- environment

@@ -22,6 +22,8 @@ from lightning_mcore.config import ParallelSizes
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.layout import resolve_layout
+from lightning_mcore.stage import check_fields_used
+from lightning_mcore.timeline.on_device import _Launches
 
 needs_0_19 = pytest.mark.skipif(
     engine.engine_version() < (0, 19), reason="graphs are refused before megatron-core 0.19"
@@ -271,3 +273,28 @@ def test_the_engine_loses_its_stand_in_for_apex(fails: bool) -> None:
     except KeyError:
         assert fails
     assert dict(vars(engine_layers)) == before
+
+
+def test_graphs_of_the_users_own_config_need_the_switch():
+    config = SimpleNamespace(cuda_graph_impl="local")
+    with pytest.raises(ConfigurationError, match="cuda_graphs='local'"):
+        check_fields_used(config, {})
+    check_fields_used(config, {"cuda_graph_impl": "local"})
+    check_fields_used(SimpleNamespace(cuda_graph_impl="none"), {})
+
+
+@pytest.mark.parametrize(("launch", "calls"), [("cudaLaunchKernel", 1), ("cudaGraphLaunch", 0)])
+def test_kernels_of_a_graph_belong_to_no_earlier_call(launch, calls):
+    """They have the correlation of the graph's launch; their calls were made at its capture."""
+    made = {"Collective name": "allreduce", "External id": 7}
+    events = [
+        {"cat": "cpu_op", "name": "record_param_comms", "tid": 1, "ts": 1.0, "args": made},
+        {
+            "cat": "cuda_runtime",
+            "name": launch,
+            "tid": 1,
+            "ts": 2.0,
+            "args": {"correlation": 3},
+        },
+    ]
+    assert len(_Launches(events).calls_behind(3, None)) == calls

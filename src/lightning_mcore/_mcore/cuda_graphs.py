@@ -57,9 +57,11 @@ def graph_safe_process() -> Iterator[None]:
     try:
         yield
     finally:
-        before.wait_stream(torch.cuda.current_stream())
-        torch.cuda.set_stream(before)
-        forget_graphs()
+        try:
+            before.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(before)
+        finally:
+            forget_graphs()
 
 
 def forget_graphs() -> None:
@@ -236,7 +238,8 @@ def make_te_graphs(
     except BaseException as error:
         for owner, call in calls.items():
             owner.__call__ = call
-        if not isinstance(error, (AssertionError, RuntimeError, TypeError, ValueError)):
+        expected = isinstance(error, (AssertionError, RuntimeError, TypeError, ValueError))
+        if not expected or isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigurationError(
             f"`cuda_graphs` ('transformer_engine') could not capture the layers: {error}. What a"

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 
 from lightning_mcore._mcore.patching import Patches
@@ -33,6 +34,10 @@ def accumulate_wgrad(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> 
         grad_output: ``[s * b, out]``, contiguous, of the same dtype.
         main_grad: ``[out, in]``, contiguous; fp32 or the dtype of the others.
     """
+    if inputs.dtype == torch.float32:
+        # TransformerEngine would multiply in TF32, which the unfused path does only when allowed.
+        main_grad.addmm_(grad_output.t(), inputs)
+        return
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     # Column-major, as in TransformerEngine's own linear layer (module/linear.py, wgrad_gemm).

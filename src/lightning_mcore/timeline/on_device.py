@@ -156,8 +156,10 @@ class _Launches:
                 if "Collective name" in args:
                     self._alone.add(args.get("External id"))
             elif category in ("cuda_runtime", "cuda_driver"):
-                correlation = event.get("args", {}).get("correlation")
-                self._launch[correlation] = (thread, float(event["ts"]))
+                # All kernels of a graph have its launch, which comes long after their calls.
+                if "GraphLaunch" not in event["name"]:
+                    correlation = event.get("args", {}).get("correlation")
+                    self._launch[correlation] = (thread, float(event["ts"]))
             elif event["name"] == "record_param_comms":
                 self._calls.setdefault(thread, []).append(event)
             elif event["name"] == "nccl:coalesced" and category == "user_annotation":

@@ -23,6 +23,8 @@ from lightning_mcore.watch.stacks import stack_of, unfinished_on_device, waiting
 
 EXIT_CODE = 75
 """Of a process that could not leave a collective by itself: EX_TEMPFAIL, try again later."""
+_ABORT_S = 10.0
+"""How long an abort of NCCL may take."""
 
 
 class Monitor(threading.Thread):
@@ -240,13 +242,20 @@ class Monitor(threading.Thread):
         """
         if dist.is_initialized() and "nccl" in str(dist.get_backend()):
             self._aborted = True
-            with suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
+            # NCCL waits for CUDA graphs that hold its kernels to go, which may be never.
+            abort = threading.Thread(target=_abort_process_group, daemon=True)
+            abort.start()
+            abort.join(_ABORT_S)
 
     def _print(self, message: str) -> None:
         lines = "".join(f"[rank {self._rank}] {line}\n" for line in message.splitlines())
         with suppress(OSError):
             os.write(2, lines.encode(errors="replace"))
+
+
+def _abort_process_group() -> None:
+    with suppress(Exception):
+        dist.distributed_c10d._abort_process_group()
 
 
 def _has_news(sock: socket.socket, timeout_s: float) -> bool:

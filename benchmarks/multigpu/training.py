@@ -125,7 +125,7 @@ def _plain(dims: Model, device: torch.device) -> nn.Module:
     return model
 
 
-class Session:
+class TrainingRun:
     """The training run of this process."""
 
     def __init__(self, case: Case, accelerator: str) -> None:
@@ -176,12 +176,12 @@ class Session:
             torch.cuda.synchronize()
 
 
-_session: Session | None = None
+_run: TrainingRun | None = None
 
 
-def _open_session() -> Session:
-    assert _session is not None, "A case is opened first."
-    return _session
+def _open_run() -> TrainingRun:
+    assert _run is not None, "A case is opened first."
+    return _run
 
 
 def _strategy(case: Case, module: GPT) -> Any:
@@ -221,13 +221,13 @@ def probe_gpu() -> str:
 
 def open_case(case: Case, accelerator: str) -> dict[str, Any]:
     """Builds the model and runs ``trainer.fit`` up to its first batch."""
-    global _session
+    global _run
     start = time.perf_counter()
     if accelerator == "gpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    _session = Session(case, accelerator)
-    strategy: Any = _session.loop.trainer.strategy
-    module = _session.loop.module
+    _run = TrainingRun(case, accelerator)
+    strategy: Any = _run.loop.trainer.strategy
+    module = _run.loop.module
     dims = dataclasses.replace(module.size, batch=case.micro_batch)
     found: dict[str, Any] = {
         "opening_s": time.perf_counter() - start,
@@ -249,38 +249,38 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 def run_block(microbatches: int, lead: int, steps: int) -> dict[str, Any]:
     """Runs steps, and leaves the GPU's memory to others."""
-    session = _open_session()
-    session.use(microbatches)
-    session.loop.keep_losses = True
+    run = _open_run()
+    run.use(microbatches)
+    run.loop.keep_losses = True
     if lead:
-        session.loop.run(lead)
-    if session.device.type == "cuda":
+        run.loop.run(lead)
+    if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    session.settle()
+    run.settle()
     start = time.perf_counter()
     if steps:
-        session.loop.run(steps)
-    session.sync()
+        run.loop.run(steps)
+    run.sync()
     seconds = time.perf_counter() - start
-    losses = [float(loss) for loss in session.loop.losses]
-    session.loop.losses.clear()
-    peak = torch.cuda.max_memory_allocated() if session.device.type == "cuda" else 0
+    losses = [float(loss) for loss in run.loop.losses]
+    run.loop.losses.clear()
+    peak = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
     gc.collect()
-    if session.device.type == "cuda":
+    if run.device.type == "cuda":
         torch.cuda.empty_cache()
     return {"step_s": seconds / max(steps, 1), "losses": losses, "peak_bytes": peak}
 
 
 def record(microbatches: int, window: int) -> list[dict[str, Any]]:
     """Figures of CommTimings for the next steps, by rank."""
-    session = _open_session()
-    session.loop.keep_losses = False
-    session.use(microbatches)
-    session.loop.run(2)
-    session.timings.latest = []
-    session.timings.window = window
-    session.loop.run(window)
-    return [dataclasses.asdict(times) for times in session.timings.latest]
+    run = _open_run()
+    run.loop.keep_losses = False
+    run.use(microbatches)
+    run.loop.run(2)
+    run.timings.latest = []
+    run.timings.window = window
+    run.loop.run(window)
+    return [dataclasses.asdict(times) for times in run.timings.latest]
 
 
 def find_lateness(keep: str | None) -> dict[str, float]:
@@ -289,11 +289,11 @@ def find_lateness(keep: str | None) -> dict[str, float]:
     Args:
         keep: A folder for the trace.
     """
-    session = _open_session()
-    session.loop.keep_losses = False
-    session.settle()
+    run = _open_run()
+    run.loop.keep_losses = False
+    run.settle()
     kinds = [ProfilerActivity.CPU]
-    if session.device.type == "cuda":
+    if run.device.type == "cuda":
         kinds.append(ProfilerActivity.CUDA)
     profiler = profile(activities=kinds)
 
@@ -302,12 +302,12 @@ def find_lateness(keep: str | None) -> dict[str, float]:
             profiler.start()
 
         def __exit__(self, *_: object) -> None:
-            session.sync()
+            run.sync()
             profiler.stop()
 
-    session.loop.run(1, Around)
+    run.loop.run(1, Around)
     with tempfile.TemporaryDirectory() as folder:
-        name = f"{session.case.name.replace(' ', '-')}-rank-{os.environ['RANK']}.json"
+        name = f"{run.case.name.replace(' ', '-')}-rank-{os.environ['RANK']}.json"
         path = Path(keep or folder) / name
         profiler.export_chrome_trace(str(path))
         return host_lateness(json.loads(path.read_bytes())["traceEvents"])
