@@ -21,14 +21,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from loops import DirectLoop, TrainerLoop
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import layers
-from models import Block, Model, TorchGPT, call_gpt, mcore_chunk, parameter_count, uses_te
-from torch import nn
+from models import Model, call_gpt, mcore_chunk, parameter_count, uses_te
+from modules import ddp_strategy, engine_module, fsdp_strategy, torch_module
 
-from gpt import GPT, FusedGPT, batches
+from gpt import batches
 from lightning_mcore import MCoreStrategy
 from lightning_mcore._mcore.cuda_graphs import forget_graphs
 from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
@@ -277,22 +276,13 @@ def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
     world = dist.get_world_size()
     if entry.backend == OURS:
         strategy: Any = MCoreStrategy(**entry.strategy)
-        module = GPT(
-            model,
-            lambda trainer, factory: trainer.strategy.build(factory),
-            chunk=partial(mcore_chunk, options=entry.model),
-            call=call_gpt,
-        )
+        module = engine_module(model, entry.model)
         sizes = {k: v for k, v in entry.strategy.items() if k in ("tp", "pp", "vpp", "cp", "ep")}
         layout = resolve_layout(ParallelSizes(**sizes), world, dist.get_rank())
         replicas, replica = layout.dp, layout.dp_rank
     else:
         strategy = _lightning_strategy(entry)
-        module = FusedGPT(
-            model,
-            lambda trainer, factory: _plain(entry, model, device),
-            call=lambda plain, tokens, labels: plain(tokens, labels),
-        )
+        module = torch_module(model, entry.compile)
         replicas, replica = world, dist.get_rank()
     loader = batches(model, replicas=replicas, replica=replica)
     return TrainerLoop(strategy, module, loader, device, entry.precision)
@@ -303,25 +293,8 @@ def _lightning_strategy(entry: Entry) -> Any:
         if dist.get_world_size() == 1:
             # DDP would copy gradients into its buckets for nobody.
             return "auto"
-        return DDPStrategy(
-            **{"gradient_as_bucket_view": True, "bucket_cap_mb": 100, **entry.strategy}
-        )
-    from torch.distributed.fsdp import MixedPrecision
-
-    # fp32 gradients as everywhere here; Lightning's own choice for bf16-mixed reduces in bf16.
-    mixed = MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
-    wanted = mixed if entry.precision == "bf16-mixed" else None
-    return FSDPStrategy(
-        **{"auto_wrap_policy": {Block}, "mixed_precision": wanted, **entry.strategy}
-    )
-
-
-def _plain(entry: Entry, model: Model, device: torch.device) -> nn.Module:
-    with device:
-        plain = TorchGPT(model)
-    if device.type != "cpu":
-        plain.compile_parts(entry.compile)
-    return plain
+        return ddp_strategy({"bucket_cap_mb": 100, **entry.strategy})
+    return fsdp_strategy(entry.precision, entry.strategy)
 
 
 def _direct(entry: Entry, model: Model, device: torch.device, exits: ExitStack) -> DirectLoop:

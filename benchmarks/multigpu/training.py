@@ -21,24 +21,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from loops import TrainerLoop
-from models import (
-    MODELS,
-    Block,
-    Model,
-    TorchGPT,
-    call_gpt,
-    mcore_chunk,
-    model_flops,
-    uses_te,
-)
-from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from models import MODELS, model_flops, uses_te
+from modules import ddp_strategy, engine_module, fsdp_strategy, torch_module
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from gpt import GPT, FusedGPT, TokenRows
+from gpt import GPT, TokenRows
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.callbacks import CommTimings
 from lightning_mcore.callbacks._sampling import StepSampler
@@ -89,23 +78,14 @@ def make_module(case: Case) -> GPT:
     """A GPT of either kind, with the dimensions that userbuffers want to know in advance."""
     dims = dataclasses.replace(MODELS[case.model], **case.changes)
     if case.framework == "mcore":
-        module = GPT(
-            dims,
-            lambda trainer, factory: trainer.strategy.build(factory),
-            chunk=mcore_chunk,
-            call=call_gpt,
-        )
+        module = engine_module(dims)
         if case.strategy.get("cp", 1) > 1:
             # A step has a part of each sequence only.
             module.call = lambda model, tokens, labels: model(
                 tokens, module.trainer.strategy.position_ids(tokens), None, labels=labels
             )
     else:
-        module = FusedGPT(
-            dims,
-            lambda trainer, factory: _plain(dims, trainer.strategy.root_device),
-            call=lambda model, tokens, labels: model(tokens, labels),
-        )
+        module = torch_module(dims)
     module.model_dims = {
         "num_layers": dims.layers,
         "num_attention_heads": dims.heads,
@@ -114,15 +94,6 @@ def make_module(case: Case) -> GPT:
         "seq_length": dims.seq,
     }
     return module
-
-
-def _plain(dims: Model, device: torch.device) -> nn.Module:
-    with device:
-        model = TorchGPT(dims)
-    if device.type != "cpu":
-        # All blocks as one take minutes.
-        model.compile_parts("blocks")
-    return model
 
 
 class TrainingRun:
@@ -186,11 +157,9 @@ def _open_run() -> TrainingRun:
 
 def _strategy(case: Case, module: GPT) -> Any:
     if case.framework == "ddp":
-        return DDPStrategy(**{"gradient_as_bucket_view": True, **case.strategy})
+        return ddp_strategy(case.strategy)
     if case.framework == "fsdp":
-        # fp32 gradients as everywhere here; Lightning's own choice for bf16-mixed reduces in bf16.
-        mixed = MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
-        return FSDPStrategy(auto_wrap_policy={Block}, mixed_precision=mixed, **case.strategy)
+        return fsdp_strategy(case.precision, case.strategy)
     return MCoreStrategy(
         micro_batch_size=case.micro_batch, seq_length=module.size.seq, **case.strategy
     )
