@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore._mcore.cuda_graphs import graph_safe_process
+from lightning_mcore._mcore.engine import clear_schedule_hooks
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
@@ -200,6 +201,7 @@ class LoopStrategy(CheckpointStrategy):
             userbuffers=self._userbuffers,
         )
         self._switches = self._run.switches
+        self._exits.callback(clear_schedule_hooks, self._run.chunks)
         if self._run.graphs is not None:
             self._exits.callback(self._run.graphs.delete)
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))

@@ -1,6 +1,9 @@
 """From a Trainer's start to its teardown, several times in one process."""
 
+import gc
 import logging
+import os
+import weakref
 
 import pytest
 import torch
@@ -20,26 +23,55 @@ from tests.ranks.trainers import (
 )
 
 
-def fit_in_turn(layouts):
-    """One Trainer after the other; what each saw and left behind."""
+class KeepsGraph(NumberedGPT):
+    """Keeps the latest loss with its autograd graph, as users do by mistake."""
+
+    def training_step(self, batch, batch_idx):
+        self.latest = super().training_step(batch, batch_idx)
+        return self.latest
+
+
+def fit_once(layout, module):
+    """What a Trainer saw, and weak references to what must not outlive it."""
     original = torch.Tensor.cuda, torch.Tensor.type
-    seen = []
-    for layout in layouts:
-        recorder = Recorder()
-        trainer = make_trainer(SIZES[layout], callbacks=[recorder])
-        trainer.fit(NumberedGPT(), loader(numbered_tokens(4) * 4, 4))
-        sizes = trainer.strategy.layout
-        seen.append(
-            {
-                "sizes": (sizes.tp, sizes.pp, sizes.vpp, sizes.dp),
-                "steps": len(recorder.losses),
-                "fell": recorder.losses[-1] < recorder.losses[0],
-                "restored": (torch.Tensor.cuda, torch.Tensor.type) == original,
-                "groups": len(dist.distributed_c10d._world.pg_map),
-                "world": dist.get_world_size(),
-            }
-        )
-    return seen
+    recorder = Recorder()
+    trainer = make_trainer(SIZES[layout], callbacks=[recorder])
+    trainer.fit(module, loader(numbered_tokens(4) * 4, 4))
+    strategy = trainer.strategy
+    sizes, switches, run = strategy.layout, strategy.switches, strategy._run
+    seen = {
+        "sizes": (sizes.tp, sizes.pp, sizes.vpp, sizes.dp),
+        "steps": len(recorder.losses),
+        "fell": recorder.losses[-1] < recorder.losses[0],
+        "restored": (torch.Tensor.cuda, torch.Tensor.type) == original,
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "world": dist.get_world_size(),
+        "sharded": switches.use_distributed_optimizer.effective,
+        "overlap": switches.overlap_grad_reduce.effective,
+    }
+    mortal = {
+        "Trainer": trainer,
+        "LightningModule": module,
+        "optimizer": run.optimizer.engine,
+        "DDP": run.chunks[0],
+        "gradient buffer": run.chunks[0].buffers[0],
+        "parameter": next(module.parameters()),
+    }
+    return seen, {name: weakref.ref(value) for name, value in mortal.items()}
+
+
+def fit_in_turn(layouts, make_modules=(NumberedGPT,), collections=1):
+    """One Trainer after the other; what each saw and left behind."""
+    results = []
+    for make_module in make_modules:
+        for layout in layouts:
+            seen, references = fit_once(layout, make_module())
+            for _ in range(collections):
+                gc.collect()
+            seen["alive"] = [name for name, value in references.items() if value() is not None]
+            seen["files"] = len(os.listdir("/proc/self/fd"))
+            results.append(seen)
+    return results
 
 
 def test_trainers_of_different_layouts_one_after_the_other():
@@ -52,6 +84,7 @@ def test_trainers_of_different_layouts_one_after_the_other():
             assert each["fell"]
             assert each["restored"]
             assert each["world"] == 2
+            assert each["alive"] == []
 
 
 def test_groups_of_earlier_trainers_are_released():
@@ -60,6 +93,17 @@ def test_groups_of_earlier_trainers_are_released():
         counts = [each["groups"] for each in seen]
         assert counts[0] > 1
         assert counts[1] == counts[3] == counts[0]
+
+
+def test_runs_are_freed_where_the_user_keeps_a_graph():
+    """A graph holds the engine's hooks; what it held is freed by a second collection."""
+    modules = (NumberedGPT, KeepsGraph, KeepsGraph)
+    for seen in run_ranks(fit_in_turn, 2, ["dp2"], modules, 2):
+        assert all(each["sharded"] and each["overlap"] for each in seen)
+        assert [each["alive"] for each in seen] == [[]] * 3
+        # The groups of one run take about 80 files.
+        files = [each["files"] for each in seen]
+        assert max(files) - min(files) < 40
 
 
 class Peeking(Blocks):

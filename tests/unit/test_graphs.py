@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,6 +243,35 @@ def test_graphs_of_layers_are_dropped_with_their_runners() -> None:
     assert cuda_graphs.count_graphs([layer]) == 0
     assert not layer.cudagraph_manager.custom_cudagraphs_lookup_table
     assert not hasattr(layer.weight, "_cudagraph_wgrad_ready_event")
+
+
+@needs_0_19
+def test_replayed_layers_are_freed_at_once() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    hidden = torch.ones(2, requires_grad=True)
+    for layer in layers:
+        output = torch.ones(2) * layer.bias
+        runner = SimpleNamespace(
+            base_module=layer,
+            fwd_graph=SimpleNamespace(replay=lambda: None),
+            bwd_graph=None,
+            status=engine_graphs._GraphStatus.FWD_READY,
+            fp8_enabled=False,
+            fp4_enabled=False,
+            use_stream=False,
+            fwd_graph_input_surface=(torch.ones(2), layer.bias),
+            fwd_graph_output_surface=(output,),
+            fwd_graph_outputs=(output,),
+        )
+        layer.cudagraph_manager = SimpleNamespace(
+            cudagraph_runners=[runner], custom_cudagraphs_lookup_table={}
+        )
+        (hidden,) = engine_graphs._CudagraphReplayNode.apply(runner, False, hidden, layer.bias)
+    cuda_graphs.delete_graphs(layers)
+    left = [weakref.ref(layer) for layer in layers]
+    del layer, layers, output, runner, hidden
+    gc.collect()
+    assert [reference() for reference in left] == [None] * 3
 
 
 @needs_0_19

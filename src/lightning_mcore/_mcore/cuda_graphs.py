@@ -274,6 +274,13 @@ def delete_graphs(layers: Sequence[Any], helper: Any = None) -> None:
         # The engine's own delete_cuda_graphs finds only those in its record, which capture empties.
         manager = getattr(layer, "cudagraph_manager", None)
         if manager is not None:
+            for runner in manager.cudagraph_runners:
+                # A replay (cuda_graphs.py, _CudagraphReplayNode) makes itself the `grad_fn` of the
+                # outputs that the runner keeps, and holds the runner and the replay of the layer
+                # before. Python's collector sees through the last of these only: each collection
+                # would free one layer, and the optimizer and all else only after the first layer.
+                for name in ("fwd_graph_outputs", "fwd_graph_output_surface"):
+                    vars(runner).pop(name, None)
             manager.cudagraph_runners = []
             manager.custom_cudagraphs_lookup_table.clear()
         for param in layer.parameters():

@@ -201,6 +201,19 @@ def set_schedule_hooks(
             config.no_sync_func = chunks[0].no_sync
 
 
+def clear_schedule_hooks(chunks: Sequence[Any]) -> None:
+    """Undoes ``set_schedule_hooks``, so that Python can free a run of which nobody has a use.
+
+    DDP hangs a hook with a reference to itself on the autograd node of each parameter
+    (distributed_data_parallel.py, __init__), and the config of DDP, by ``scale_loss``, leads to the
+    optimizer and the whole run. Any tensor there that has a graph, such as a loss that the user
+    keeps, holds these nodes through C++, where Python's collector does not look: a cycle for ever.
+    """
+    for chunk in chunks:
+        for name in ("finalize_model_grads", "grad_scale", "no_sync", "grad_sync", "param_sync"):
+            setattr(chunk.config, f"{name}_func", None)
+
+
 def run_schedule(
     forward_step: ForwardStep,
     chunks: Sequence[nn.Module],
@@ -282,7 +295,11 @@ def build_optimizer(
             GROUP_LABEL: index,
             "lr_mult": float(index + 1),
         }
-    return get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
+    # DistributedOptimizer makes shards of fp32 parameters as views of them, without a `detach`
+    # (distrib_optimizer.py, _build_model_and_main_param_groups). With a graph they would be tensors
+    # of the kind that `clear_schedule_hooks` speaks of, and DDP would outlast a first collection.
+    with torch.no_grad():
+        return get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
 
 
 def wrap_torch_optimizer(
