@@ -37,6 +37,7 @@ import dataclasses
 import importlib
 import logging
 import platform
+import time
 import warnings
 
 import torch
@@ -47,6 +48,7 @@ from multigpu.links import SIZES, measure_links
 from multigpu.report import as_markdown
 from multigpu.teams import start_method
 
+from lightning_mcore.topology_probe import read_hardware
 from lightning_mcore.version import package_versions
 
 GROUPS = {
@@ -146,7 +148,10 @@ def main() -> None:
     method = options.start
     if method == "auto":
         method = start_method(training.probe_gpu) if on_gpu else "fork"
+    gpus = read_hardware(os.environ).gpus if on_gpu else ()
     setting = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "gpu": gpus[0].name if gpus else None,
         **package_versions(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "devices": options.devices,

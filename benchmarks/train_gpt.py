@@ -411,7 +411,13 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Model, list[Entry]]:
     add("--blocks", type=int, default=5, help="turns of each backend")
     add("--steps", type=int, default=10, help="steps per turn")
     add("--warmup", type=int, default=8, help="steps before the first turn, at least 4")
-    add("--time-limit", type=float, metavar="S", help="seconds after which nothing more starts")
+    add(
+        "--time-limit",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds after which nothing more starts, and a minute later all is stopped",
+    )
     add("--accelerator", choices=("cpu", "gpu"), default="gpu")
     add("--devices", type=int, default=1, help="processes to start, unless torchrun has")
     add("--profile", action="store_true", help="profile 3 steps of each backend after its turns")

@@ -26,7 +26,8 @@ def as_markdown(content: Mapping[str, Any]) -> str:
     for row in rows:
         if "microbatches" in row:
             groups.setdefault((row["item"], row["group"]), []).append(row)
-    peak = _peak(rows)
+    rate = peak_flops(setting.get("gpu") or "", "bf16")
+    peak = None if rate is None else rate / 1e12
     for (item, name), members in groups.items():
         lines += [f"### {item}: {name}", "", *_group(members, peak), ""]
     if any(row["item"] == "scaling" for row in rows):
@@ -45,15 +46,6 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         )
         lines.append("")
     return "\n".join(lines)
-
-
-def _peak(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    for row in rows:
-        for gpu in row["by_rank"][0].get("gpus", ()) if "by_rank" in row else ():
-            # As links.py writes it: the name, then the number of links.
-            rate = peak_flops(gpu.rpartition(",")[0], "bf16")
-            return None if rate is None else rate / 1e12
-    return None
 
 
 def _links(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
