@@ -139,14 +139,6 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
         "calls the callback by hand, without a run of the Trainer",
     ),
     (
-        "loops/test_loops.py::test_restart_parity",
-        "reads weights from the checkpoint's file; its other parts are equal up to there",
-    ),
-    (
-        "loops/test_loops.py::test_restart_with_val_parity",
-        "reads weights from the checkpoint's file; its other parts are equal up to there",
-    ),
-    (
         "loops/test_loops.py::test_validation_during_gradient_accumulation_window",
         "looks at param.grad; the engine keeps gradients in param.main_grad",
     ),
