@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_mcore import placement
 from lightning_mcore._mcore import expert_exchange as engine
 from lightning_mcore._mcore.expert_order import ExpertOrder
+from lightning_mcore.callbacks._periodic import PeriodicCallback
 from lightning_mcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ __all__ = ["ExpertPlacement"]
 Slots = tuple[int, ...]
 
 
-class ExpertPlacement(Callback):
+class ExpertPlacement(PeriodicCallback):
     """Moves experts between ranks so that ranks get similar numbers of tokens.
 
     The engine gives expert ``i`` of a layer to rank ``i // (num_experts // ep)``, however many
@@ -78,7 +78,6 @@ class ExpertPlacement(Callback):
         smoothing: float = 0.5,
         min_gain: float = 0.02,
     ) -> None:
-        super().__init__()
         if every_n_steps < 1:
             raise ValueError(f"`every_n_steps` ({every_n_steps}) must be at least 1; use 500.")
         if policy not in ("serpentine", "lpt"):
@@ -87,7 +86,7 @@ class ExpertPlacement(Callback):
             raise ValueError(f"`smoothing` ({smoothing}) must be in [0, 1); use 0.5.")
         if not 0.0 <= min_gain < 1.0:
             raise ValueError(f"`min_gain` ({min_gain}) must be in [0, 1); use 0.02.")
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
         self.policy = policy
         self.smoothing = smoothing
         self.min_gain = min_gain
@@ -100,7 +99,6 @@ class ExpertPlacement(Callback):
         self._ep = 0
         self._active = False
         """Whether experts can move in this fit; the same on every rank."""
-        self._last_step = 0
         self._warned = False
         self._latest: dict[str, torch.Tensor] = {}
 
@@ -117,11 +115,12 @@ class ExpertPlacement(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         run = _run_of(trainer)
         layout = run.state.layout
         found = engine.moe_layers(run.inner)
         self._sizes = _agree_on_layers(found, run, trainer.optimizers)
-        self._last_step, self._latest, self._warned = trainer.global_step, {}, False
+        self._latest, self._warned = {}, False
         self._active, self._orders = False, {}
         one_each = all(size == layout.ep for size in self._sizes.values())
         if layout.ep == 1 or one_each:
@@ -151,6 +150,11 @@ class ExpertPlacement(Callback):
         )
 
     @override
+    def _at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._active:
+            self._end_interval(trainer)
+
+    @override
     def on_train_batch_end(
         self,
         trainer: Trainer,
@@ -159,11 +163,7 @@ class ExpertPlacement(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step = trainer.global_step
-        stepped = step != self._last_step  # not in the first batches of an accumulation
-        self._last_step = step
-        if self._active and stepped and step % self.every_n_steps == 0:
-            self._end_interval(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         # Every batch, because the loggers only take what the batch at their own interval logs.
         for name, value in self._latest.items():
             pl_module.log(name, value)
