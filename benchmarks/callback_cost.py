@@ -9,13 +9,10 @@ turns, so that both meet the same machine. Only the ratios mean something.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import socket
 import statistics
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from loops import TrainerLoop
 from gpt import GPT, SIZES, batches
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.callbacks import CommTimings, MemoryStats, Stragglers, TraceExport
+from ranks import be_quiet, become_rank, free_port
 
 NEVER = 10**9
 CALLBACKS = {
@@ -83,15 +81,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    be_quiet()
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    become_rank(0, 1, free_port())
     device = torch.device("cuda", 0) if options.accelerator == "gpu" else torch.device("cpu")
     size = SIZES[options.size]
     without, again, with_them = measure(size, options, device)

@@ -21,14 +21,11 @@ import argparse
 import ctypes
 import gc
 import json
-import logging
 import os
-import socket
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,6 +43,7 @@ from overhead import LAYOUTS, _whole_model
 
 from gpt import GPT, SIZES, batches
 from lightning_mcore import MCoreStrategy
+from ranks import be_quiet, become_rank, free_port
 
 MIB = 2**20
 
@@ -53,17 +51,8 @@ MIB = 2**20
 def measure(rank: int, options: argparse.Namespace, layout: str, out: str) -> None:
     """Runs the rounds of one layout on one rank; rank zero writes the result to ``out``."""
     sizes, size = LAYOUTS[layout], SIZES[options.size]
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(_ranks(layout)),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(options.port),
-    )
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    become_rank(rank, _ranks(layout), options.port)
+    be_quiet()
     torch.set_num_threads(1)
     strategy = MCoreStrategy(
         sizes["tp"],
@@ -207,9 +196,7 @@ def _ranks(layout: str) -> int:
 
 
 def _launch(options: argparse.Namespace, layout: str) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        options.port = probe.getsockname()[1]
+    options.port = free_port()
     with tempfile.TemporaryDirectory(dir=options.parent) as folder:
         options.folder = folder
         out = os.path.join(folder, "result.json")

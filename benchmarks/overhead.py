@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import logging
 import os
 import pstats
-import socket
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ from syncs import Syncs
 from gpt import GPT, SIZES, batches
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.stage import stages_of
+from ranks import be_quiet, become_rank, free_port
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {"tp": 1, "pp": 1, "dp": 1},
@@ -61,17 +59,8 @@ def measure(rank: int, options: argparse.Namespace, layout: str, size_name: str,
     """Runs one comparison on one rank; rank zero writes the result to ``out``."""
     sizes, size = LAYOUTS[layout], SIZES[size_name]
     world = sizes["tp"] * sizes["pp"] * sizes["dp"]
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(options.port),
-    )
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    become_rank(rank, world, options.port)
+    be_quiet()
     on_gpu = options.accelerator == "gpu"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -204,9 +193,7 @@ def _profile(loops: dict[str, Any], options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace, layout: str, size: str) -> dict[str, Any]:
     sizes = LAYOUTS[layout]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        options.port = probe.getsockname()[1]
+    options.port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "result.json")
         mp.start_processes(

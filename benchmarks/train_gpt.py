@@ -19,11 +19,9 @@ import json
 import logging
 import os
 import platform
-import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +56,7 @@ from train_report import plot, summarise, table
 
 from lightning_mcore.flops import peak_flops
 from lightning_mcore.version import package_versions
+from ranks import be_quiet, become_rank, free_port
 
 CHECKED_STEPS = 3
 """First steps, in which losses are compared; no block holds them, since the engine never overlaps
@@ -311,18 +310,8 @@ class Run:
 def measure(rank: int, options: Any, model: Model, entries: Sequence[Entry], world: int) -> None:
     """Runs the comparison on one rank."""
     if world and "RANK" not in os.environ:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            NODE_RANK="0",
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(options.port),
-        )
-    warnings.filterwarnings("ignore")
-    level = logging.INFO if options.verbose and rank == 0 else logging.ERROR
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
-        logging.getLogger(name).setLevel(level)
+        become_rank(rank, world, options.port)
+    be_quiet(logging.INFO if options.verbose and rank == 0 else logging.ERROR)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if options.accelerator == "gpu":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -490,9 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(options: Any, model: Model, entries: Sequence[Entry]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        options.port = probe.getsockname()[1]
+    options.port = free_port()
     ranks = mp.start_processes(
         measure,
         args=(options, model, entries, options.devices),

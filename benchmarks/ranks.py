@@ -1,0 +1,34 @@
+"""What a process of a benchmark sets before it becomes a rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def become_rank(rank: int, world: int, port: int) -> None:
+    """Sets what a launcher would, so that Lightning takes this process as started from outside."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def be_quiet(level: int = logging.ERROR) -> None:
+    """Hides warnings, and what Lightning and the strategy say below ``level``."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
+        logging.getLogger(name).setLevel(level)
