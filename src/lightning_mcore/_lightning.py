@@ -12,15 +12,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper,
     _distributed_is_initialized,
@@ -44,18 +46,50 @@ Around = Callable[..., Any]
 _READ_AT_CUDA_START = {"CUDA_DEVICE_MAX_CONNECTIONS"}
 
 
+OBSERVE_S = 1.0
+"""How often the launching process looks at the ranks that it started."""
+
+
+class _PatientObserver(_ChildProcessObserver):
+    """Kills this process after a rank that it started has failed, but not before its last words.
+
+    Lightning's own kills at once, whatever this process does: say which rank failed and why, or
+    complete a checkpoint.
+    """
+
+    def __init__(self, processes: list[Any], patience_s: Callable[[], float]) -> None:
+        super().__init__(os.getpid(), processes, sleep_period=OBSERVE_S)  # type: ignore[arg-type]
+        self._patience_s = patience_s
+
+    def _terminate_all(self) -> None:
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < self._patience_s():
+            time.sleep(0.05)
+        super()._terminate_all()
+
+
 class _StartingLauncher(_SubprocessScriptLauncher):
     """Re-runs the script once per local rank, with variables and around the Trainer's work."""
 
     def __init__(
-        self, around: Around, variables: Callable[[], Mapping[str, str]], *args: Any
+        self,
+        around: Around,
+        variables: Callable[[], Mapping[str, str]],
+        patience_s: Callable[[], float],
+        *args: Any,
     ) -> None:
         super().__init__(*args)
         self._around = around
         self._variables = variables
+        self._patience_s = patience_s
 
-    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().launch(partial(self._around, function), *args, **kwargs)
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """As Lightning's, with an observer of our own."""
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
+        self._call_children_scripts()
+        _PatientObserver(self.procs, self._patience_s).start()
+        _set_num_threads_if_needed(self.num_processes)
+        return self._around(function, *args, **kwargs)
 
     def _call_children_scripts(self) -> None:
         """Starts ranks with the variables, which this process, rank zero of the node, gets too.
@@ -103,6 +137,7 @@ def subprocess_launcher(
     *,
     around: Around,
     variables: Callable[[], Mapping[str, str]] = dict,
+    patience_s: Callable[[], float] = float,
 ) -> Any:
     """The launcher that re-runs the script once per local rank, as DDPStrategy uses it.
 
@@ -113,8 +148,10 @@ def subprocess_launcher(
         around: Called in every rank with the Trainer's entry point and its arguments.
         variables: What to add to the ranks' environment where it is unset; asked when processes are
             about to start.
+        patience_s: For how long since a rank's failure this process may go on; asked again and
+            again, until that time is over.
     """
-    return _StartingLauncher(around, variables, environment, num_processes, num_nodes)
+    return _StartingLauncher(around, variables, patience_s, environment, num_processes, num_nodes)
 
 
 def present_launcher(around: Around) -> Any:
@@ -127,10 +164,7 @@ def present_launcher(around: Around) -> Any:
 
 
 def has_children(launcher: Any) -> bool:
-    """Whether this process started others, one of whose ends makes Lightning kill it.
-
-    See strategies/launchers/subprocess_script.py, _ChildProcessObserver.
-    """
+    """Whether this process started others, one of whose ends has it killed (_PatientObserver)."""
     return bool(getattr(launcher, "procs", ()))
 
 

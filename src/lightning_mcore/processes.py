@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ from lightning_mcore.watch.start import start_monitor
 
 MARGIN_S = 60.0
 """By how much collectives may outlast ``timeout_s``: the watchdog has more to say than they."""
+
+LEAVE_S = 30.0
+"""More than a monitor needs to learn of a failure, tell of it, and make its process leave."""
 
 
 class LayoutStrategy(ParallelStrategy):
@@ -95,11 +99,18 @@ class LayoutStrategy(ParallelStrategy):
                 self.num_nodes,
                 around=self._run_watched,
                 variables=self._launch_variables,
+                patience_s=self._patience_s,
             )
 
     def _launch_variables(self) -> Mapping[str, str]:
         """Environment variables for the processes that Lightning starts, where they are unset."""
         return {}
+
+    def _patience_s(self) -> float:
+        """For how long since the failure of another rank this process may go on."""
+        if self._progress.is_finishing:
+            return math.inf
+        return LEAVE_S if self._monitor is not None and self._monitor.is_alive() else 0.0
 
     def _run_watched(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a Trainer's entry point; an error becomes that of the rank which caused it."""

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 
 from lightning_mcore import MCoreStrategy
+from lightning_mcore.checkpoint import read_manifest
 
 SCRIPT = """
 import sys
@@ -98,8 +99,11 @@ KILLED = """
 import os, sys
 import torch, lightning as L
 from torch.utils.data import DataLoader
-from lightning_mcore import MCoreStrategy
+from lightning_mcore import MCoreStrategy, _lightning
 from tests.ranks.trainers import Blocks, numbered_rows
+
+# Rank 0 sees the end of rank 1 before the monitors can have told anything.
+_lightning.OBSERVE_S = 0.02
 
 class Kill(L.Callback):
     def on_train_batch_start(self, trainer, *_):
@@ -131,6 +135,48 @@ def test_no_process_outlives_a_killed_one(tmp_path):
         assert f"Rank {rank} (stage {rank}, tp 0, dp 0; host" in output, output[-3000:]
         assert "died without an exception" in output
         assert "Last step completed: 2." in output
+
+
+SAVING = """
+import sys, threading
+import torch, lightning as L
+from torch.utils.data import DataLoader
+from lightning_mcore import MCoreStrategy, _lightning, checkpoint_files
+from tests.ranks.trainers import Blocks, numbered_rows
+
+_lightning.OBSERVE_S = 0.02
+
+class FailWhileSaving(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(sys.argv[1])
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            raise ValueError("THE REASON")
+
+def write_slowly(point):
+    if point == "writing in the background" and trainer.global_rank == 0:
+        threading.Event().wait(4.0)
+
+if __name__ == "__main__":
+    checkpoint_files.fault_hook = write_slowly
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=MCoreStrategy(async_save=True), max_steps=9,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[FailWhileSaving()],
+    )
+    trainer.fit(Blocks(), DataLoader(numbered_rows(72), batch_size=4))
+"""
+
+
+@pytest.mark.slow
+def test_rank_0_completes_a_save_after_another_rank_has_ended(tmp_path):
+    path, saved = tmp_path / "saving.py", tmp_path / "saved.ckpt"
+    path.write_text(SAVING)
+    process = start([sys.executable, str(path), str(saved)])
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "THE REASON" in output
+    assert read_manifest(saved)["global_step"] == 2, output[-3000:]
 
 
 @pytest.mark.slow
