@@ -65,6 +65,8 @@ class Entry:
     precision: str = "bf16-mixed"
     compile: str = "blocks"
     """What torch compiles of the plain model, on GPUs."""
+    microbatches: int = 1
+    """Parts of a step's batch; Lightning's own strategies accumulate over as many batches."""
 
     @property
     def name(self) -> str:
@@ -92,7 +94,8 @@ def working_gib(entry: Entry, model: Model) -> float:
     q, kv = model.heads * model.head_dim, 2 * model.query_groups * model.head_dim
     width = model.ffn * (model.experts_per_token or 1) * (4 if model.llama else 2)
     layer = 2 * (6 * model.hidden + 2 * (q + kv) + q + width)
-    activations = model.tokens * (model.layers * layer + 10 * model.vocab)
+    tokens = model.tokens / entry.microbatches
+    activations = tokens * (model.layers * layer + 10 * model.vocab)
     casts = 0 if entry.backend in (OURS, RAW) else 2 * parameter_count(model)
     return (activations + casts) / GIB
 
@@ -274,6 +277,7 @@ def build(entry: Entry, model: Model, device: torch.device) -> Live:
 
 def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
     world = dist.get_world_size()
+    options = {}
     if entry.backend == OURS:
         strategy: Any = MCoreStrategy(**entry.strategy)
         module = engine_module(model, entry.model)
@@ -284,8 +288,10 @@ def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
         strategy = _lightning_strategy(entry)
         module = torch_module(model, entry.compile)
         replicas, replica = world, dist.get_rank()
+        model = dataclasses.replace(model, batch=model.batch // entry.microbatches)
+        options = {"accumulate_grad_batches": entry.microbatches}
     loader = batches(model, replicas=replicas, replica=replica)
-    return TrainerLoop(strategy, module, loader, device, entry.precision)
+    return TrainerLoop(strategy, module, loader, device, entry.precision, **options)
 
 
 def _lightning_strategy(entry: Entry) -> Any:

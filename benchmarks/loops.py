@@ -81,15 +81,15 @@ class TrainerLoop(pl.Callback):
         self._wait()
 
     def run(self, steps: int, around: Around = nullcontext) -> None:
-        """Runs ``steps`` steps."""
-        self._left, self._around = steps, around
+        """Runs ``steps`` optimizer steps."""
+        self._left, self._around = steps * self.trainer.accumulate_grad_batches, around
         self._go.release()
         self._wait()
 
     def stop(self) -> None:
         """Lets ``fit`` come to its end, which may take one more step."""
         self.trainer.should_stop = True
-        self._left, self._around = 2, nullcontext
+        self._left, self._around = 1 + self.trainer.accumulate_grad_batches, nullcontext
         self._go.release()
         self._wait()
         self._thread.join()

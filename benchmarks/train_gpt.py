@@ -358,6 +358,7 @@ def _about(options: Any, model: Model, device: torch.device, world: int) -> dict
         "parameters": parameter_count(model),
         "flops_per_step": model_flops(model),
         "tokens_per_step": model.tokens,
+        "microbatches": options.microbatches,
         "steps_per_block": options.steps,
         "warmup_steps": max(options.warmup, CHECKED_STEPS + 1),
         "seed": SEED,
@@ -376,6 +377,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Model, list[Entry]]:
     add("--model", choices=MODELS, default="gpt2-xl")
     add("--layers", type=int, help="instead of the model's")
     add("--batch", type=int, help="samples per device and step, instead of the model's")
+    add("--microbatches", type=int, default=1, help="parts of a step's batch")
     add("--seq", type=int, help="tokens per sample, instead of the model's")
     add("--backends", nargs="+", choices=BACKENDS, default=[OURS, RAW, "lightning-ddp"])
     add(
@@ -422,15 +424,23 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Model, list[Entry]]:
     changes = {k: v for k in ("layers", "batch", "seq") if (v := getattr(options, k)) is not None}
     model = dataclasses.replace(MODELS[options.model], **changes)
     precision = options.precision or ("bf16-mixed" if options.accelerator == "gpu" else "32-true")
+    shared: dict[str, Any] = {"precision": precision, "compile": options.compile}
+    shared["microbatches"] = options.microbatches
     entries = []
     for variant in _variants(options.variant, parser) or [("", {})]:
         name, given = variant
         wanted = given.pop("backends", BACKENDS if not name else (OURS, RAW))
-        shared = {"precision": precision, "compile": options.compile, **given}
-        entries += [Entry(b, name, **shared) for b in options.backends if b in wanted]
+        entries += [Entry(b, name, **{**shared, **given}) for b in options.backends if b in wanted]
     for backend in options.backends:
         if backend not in {entry.backend for entry in entries}:
-            entries.append(Entry(backend, precision=precision, compile=options.compile))
+            entries.append(Entry(backend, **shared))
+    if model.batch % options.microbatches:
+        parser.error(f"--microbatches {options.microbatches} do not divide --batch {model.batch}")
+    if options.microbatches > 1:
+        size = model.batch // options.microbatches
+        for entry in entries:
+            if entry.backend in (OURS, RAW):
+                entry.strategy.setdefault("micro_batch_size", size)
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         parser.error(f"two variants have one name: {names}")

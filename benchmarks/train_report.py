@@ -58,7 +58,8 @@ def table(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
     lines = [
         f"## {about['model']['name']}: {about['parameters'] / 1e9:.2f}B parameters,"
-        f" {about['model']['batch']} x {about['model']['seq']} tokens per device and step",
+        f" {about['model']['batch']} x {about['model']['seq']} tokens per device and step, in"
+        f" {about.get('microbatches', 1)} microbatch(es)",
         "",
         f"{about['date']}, {about['devices']} x {about['device']}, {about['layers']} layers,"
         f" {versions}",

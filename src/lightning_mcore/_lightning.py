@@ -12,8 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -22,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper,
     _distributed_is_initialized,
@@ -34,139 +32,9 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torchmetrics import Metric
-
-Around = Callable[..., Any]
-"""Called with a Trainer's entry point and its arguments, to call it."""
-
-_READ_AT_CUDA_START = {"CUDA_DEVICE_MAX_CONNECTIONS"}
-
-
-OBSERVE_S = 1.0
-"""How often the launching process looks at the ranks that it started."""
-
-
-class _PatientObserver(_ChildProcessObserver):
-    """Kills this process after a rank that it started has failed, but not before its last words.
-
-    Lightning's own kills at once, whatever this process does: say which rank failed and why, or
-    complete a checkpoint.
-    """
-
-    def __init__(self, processes: list[Any], patience_s: Callable[[], float]) -> None:
-        super().__init__(os.getpid(), processes, sleep_period=OBSERVE_S)  # type: ignore[arg-type]
-        self._patience_s = patience_s
-
-    def _terminate_all(self) -> None:
-        start_s = time.monotonic()
-        while time.monotonic() - start_s < self._patience_s():
-            time.sleep(0.05)
-        super()._terminate_all()
-
-
-class _StartingLauncher(_SubprocessScriptLauncher):
-    """Re-runs the script once per local rank, with variables and around the Trainer's work."""
-
-    def __init__(
-        self,
-        around: Around,
-        variables: Callable[[], Mapping[str, str]],
-        patience_s: Callable[[], float],
-        *args: Any,
-    ) -> None:
-        super().__init__(*args)
-        self._around = around
-        self._variables = variables
-        self._patience_s = patience_s
-
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's, with an observer of our own."""
-        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
-        self._call_children_scripts()
-        _PatientObserver(self.procs, self._patience_s).start()
-        _set_num_threads_if_needed(self.num_processes)
-        return self._around(function, *args, **kwargs)
-
-    def _call_children_scripts(self) -> None:
-        """Starts ranks with the variables, which this process, rank zero of the node, gets too.
-
-        Children inherit ``os.environ``, where Lightning's own method leaves MASTER_ADDR and others.
-        What CUDA reads at its start is not set here once it has started: it would not count, and
-        whoever reads the variable later would be told otherwise.
-        """
-        missing = {k: v for k, v in self._variables().items() if k not in os.environ}
-        os.environ.update(missing)
-        try:
-            super()._call_children_scripts()
-        finally:
-            started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            late = sorted(missing.keys() & _READ_AT_CUDA_START) if started else []
-            for name in late:
-                del os.environ[name]
-        if late:
-            rank_zero_warn(
-                f"{', '.join(f'{name}={missing[name]}' for name in late)} comes too late for rank"
-                " zero, where CUDA has started already, and is set for the other ranks only; export"
-                " it before the start, or use CUDA only after trainer.fit has begun."
-            )
-
-
-class _PresentLauncher(_Launcher):
-    """Starts nothing, for processes that something else has started."""
-
-    is_interactive_compatible = True
-
-    def __init__(self, around: Around) -> None:
-        self._around = around
-
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        return self._around(function, *args, **kwargs)
-
-    def kill(self, signum: Any) -> None:
-        """Others look after the processes that they started."""
-
-
-def subprocess_launcher(
-    environment: Any,
-    num_processes: int,
-    num_nodes: int,
-    *,
-    around: Around,
-    variables: Callable[[], Mapping[str, str]] = dict,
-    patience_s: Callable[[], float] = float,
-) -> Any:
-    """The launcher that re-runs the script once per local rank, as DDPStrategy uses it.
-
-    Args:
-        environment: Lightning's cluster environment.
-        num_processes: Ranks on this node.
-        num_nodes: Nodes.
-        around: Called in every rank with the Trainer's entry point and its arguments.
-        variables: What to add to the ranks' environment where it is unset; asked when processes are
-            about to start.
-        patience_s: For how long since a rank's failure this process may go on; asked again and
-            again, until that time is over.
-    """
-    return _StartingLauncher(around, variables, patience_s, environment, num_processes, num_nodes)
-
-
-def present_launcher(around: Around) -> Any:
-    """A launcher for processes that exist.
-
-    Without one, nothing of ours is around an entry point (trainer/call.py,
-    _call_and_handle_interrupt).
-    """
-    return _PresentLauncher(around)
-
-
-def has_children(launcher: Any) -> bool:
-    """Whether this process started others, one of whose ends has it killed (_PatientObserver)."""
-    return bool(getattr(launcher, "procs", ()))
-
 
 ENTRY_POINT = "_call_and_handle_interrupt"
 """Function of trainer/call.py that is around everything a Trainer does, clean-up included."""

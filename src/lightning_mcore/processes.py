@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mcore import _lightning
+from lightning_mcore import _launchers, _lightning
 from lightning_mcore.layout import Layout
 from lightning_mcore.nonfinite import coordinates
 from lightning_mcore.parallel_state import Groups, ParallelState
@@ -91,9 +91,9 @@ class LayoutStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
-            self._launcher = _lightning.present_launcher(self._run_watched)
+            self._launcher = _launchers.present_launcher(self._run_watched)
         else:
-            self._launcher = _lightning.subprocess_launcher(
+            self._launcher = _launchers.subprocess_launcher(
                 self.cluster_environment,
                 self.num_processes,
                 self.num_nodes,
@@ -148,7 +148,7 @@ class LayoutStrategy(ParallelStrategy):
             lost_after_s=self._peer_timeout_s,
             hang_after_s=self._timeout_s,
             is_running=partial(is_inside, function=_lightning.ENTRY_POINT),
-            print_at_once=_lightning.has_children(self._launcher),
+            print_at_once=_launchers.has_children(self._launcher),
         )
 
     def _stop_monitor(self) -> None:

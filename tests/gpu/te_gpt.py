@@ -163,6 +163,7 @@ def te_train(
     validation: int = BATCH,
     steps: int = STEPS,
     callbacks: Sequence[L.Callback] = (),
+    ckpt_path: str | None = None,
 ) -> Seen:
     """Trains on this rank and validates once, on ``validation`` samples."""
     seen, module = Seen(), module or TEGPT()
@@ -188,5 +189,6 @@ def te_train(
         module,
         DataLoader(data, batch_size=BATCH),
         DataLoader(data[:validation], batch_size=BATCH),
+        ckpt_path=ckpt_path,
     )
     return seen

@@ -99,11 +99,11 @@ KILLED = """
 import os, sys
 import torch, lightning as L
 from torch.utils.data import DataLoader
-from lightning_mcore import MCoreStrategy, _lightning
+from lightning_mcore import MCoreStrategy, _launchers
 from tests.ranks.trainers import Blocks, numbered_rows
 
 # Rank 0 sees the end of rank 1 before the monitors can have told anything.
-_lightning.OBSERVE_S = 0.02
+_launchers.OBSERVE_S = 0.02
 
 class Kill(L.Callback):
     def on_train_batch_start(self, trainer, *_):
@@ -141,10 +141,10 @@ SAVING = """
 import sys, threading
 import torch, lightning as L
 from torch.utils.data import DataLoader
-from lightning_mcore import MCoreStrategy, _lightning, checkpoint_files
+from lightning_mcore import MCoreStrategy, _launchers, checkpoint_files
 from tests.ranks.trainers import Blocks, numbered_rows
 
-_lightning.OBSERVE_S = 0.02
+_launchers.OBSERVE_S = 0.02
 
 class FailWhileSaving(L.Callback):
     def on_train_batch_end(self, trainer, *_):

@@ -21,11 +21,11 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-from lightning_mcore import MCoreStrategy, _lightning
+from lightning_mcore import MCoreStrategy, _launchers, _lightning
 
 
 def test_subprocess_launcher():
-    launcher = _lightning.subprocess_launcher(LightningEnvironment(), 2, 1, around=print)
+    launcher = _launchers.subprocess_launcher(LightningEnvironment(), 2, 1, around=print)
     assert isinstance(launcher, _SubprocessScriptLauncher)
     assert (launcher.num_processes, launcher.num_nodes) == (2, 1)
 
@@ -50,7 +50,7 @@ WANTED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "UB_SKIPMC": "1"}
 
 
 def start_ranks():
-    launcher = _lightning.subprocess_launcher(
+    launcher = _launchers.subprocess_launcher(
         LightningEnvironment(), 3, 1, around=print, variables=lambda: WANTED
     )
     launcher._call_children_scripts()
@@ -249,11 +249,11 @@ def test_around_a_trainers_entry_points():
         called.append(args)
         return function(*args, **kwargs)
 
-    launcher = _lightning.present_launcher(around)
+    launcher = _launchers.present_launcher(around)
     assert launcher.launch(lambda value: value + 1, 2, trainer=None) == 3
     assert launcher.kill(15) is None
-    assert not _lightning.has_children(launcher)
-    single = _lightning.subprocess_launcher(LightningEnvironment(), 1, 1, around=around)
+    assert not _launchers.has_children(launcher)
+    single = _launchers.subprocess_launcher(LightningEnvironment(), 1, 1, around=around)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(single), "_call_children_scripts", lambda self: None)
         assert single.launch(lambda value: value + 1, 3, trainer=None) == 4

@@ -32,7 +32,7 @@ LAYERS = [
     {"stage", "sequential", "randomness", "ranges", "nonfinite"},
     {"build"},
     {"batch"},
-    {"context", "_lightning"},
+    {"context", "_launchers", "_lightning"},
     {"activation_shape"},
     {"graphs"},
     {"step_log", "step_output", "schedule", "outputs", "data_check", "metrics", "loaders"},

@@ -167,6 +167,14 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
      "gather-with-step-not-supported"),
     ({"optimizer": {"use_layer_wise_distributed_optimizer": True}}, DP2, GPU, "error",
      "layer-wise-optimizer-not-supported"),
+    ({"optimizer": {"use_precision_aware_optimizer": True}}, DP2, CPU, "error",
+     "precision-aware-optimizer-needs"),
+    ({"optimizer": {"use_precision_aware_optimizer": True}, "use_distributed_optimizer": False},
+     DP2, GPU, "error", "precision-aware-optimizer-needs"),
+    ({"optimizer": {"optimizer_cpu_offload": True}}, DP2, GPU, "error",
+     "cpu-offload-needs-precision-aware-optimizer"),
+    ({"optimizer": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}}, DP2,
+     GPU, "error", "cpu-offload-fraction-missing"),
 ]  # fmt: skip
 
 

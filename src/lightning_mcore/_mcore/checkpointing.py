@@ -33,12 +33,15 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_mcore._mcore import adam_forms
 from lightning_mcore._mcore.distopt_shards import owned_tree
+from lightning_mcore._mcore.engine import gather_parameters
 from lightning_mcore._mcore.expert_order import canonical_tree
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.index_file import data_only, read_index
@@ -253,7 +256,7 @@ def materialize(part: Any) -> None:
 
     Torch's Adam counts steps per parameter; an entry without a counter would fail in its next step.
     """
-    if part.init_state_fn is None:
+    if part.init_state_fn is None or adam_forms.initialize(part):
         return
     part.init_state_fn(part.optimizer, part.config)
     if counts_in_state(part):
@@ -264,7 +267,8 @@ def materialize(part: Any) -> None:
 
 def counts_in_state(part: Any) -> bool:
     """Whether steps are counted per parameter (torch) rather than per group (fused optimizers)."""
-    return type(part.optimizer).__module__.startswith("torch.")
+    inner = part.optimizer
+    return isinstance(inner, HybridDeviceOptimizer) or type(inner).__module__.startswith("torch.")
 
 
 def new_step(value: float, param: Tensor, group: dict[str, Any]) -> Tensor:
@@ -286,6 +290,8 @@ def distributed_request(part: Any, model: Tree, metadata: dict[str, Any]) -> dic
 def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> None:
     """Takes this rank's part of a distributed optimizer's whole state, and the step.
 
+    Collective over its data-parallel group.
+
     Where ``state`` has no main parameter, the model's takes its place, which is loaded before.
     The engine copies every entry of torch's state from the checkpoint, where counters are not; so
     they are away while it does. Each parameter gets its own counter, since a shared one would be
@@ -299,12 +305,16 @@ def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> Non
     params = (param for buffer in part.buffers for param in buffer.param_index_map)
     for index, param in enumerate(params):
         state.setdefault(index, {}).setdefault("param", param.detach())
-    part.load_parameter_state_from_fully_reshardable(state)
-    if not counts_in_state(part):
-        return
-    for group in inner.param_groups:
-        for param in group["params"]:
-            inner.state[param][STEP] = new_step(step, param, group)
+    with adam_forms.takes_whole_values(part) as sets_parameters:
+        part.load_parameter_state_from_fully_reshardable(state)
+    if sets_parameters:
+        gather_parameters(part.model_chunks)
+    if isinstance(inner, HybridDeviceOptimizer):
+        adam_forms.set_steps(inner, step)
+    elif counts_in_state(part):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                inner.state[param][STEP] = new_step(step, param, group)
 
 
 def main_parameter(part: Any, param: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from lightning_mcore._mcore.adam_forms import owned_state
+
 ENTRIES = ("param", "exp_avg", "exp_avg_sq")
 """What the engine stores of each parameter; the step is kept with the parameter groups."""
 PREFIX = "optimizer.state."
@@ -42,7 +44,7 @@ def owned_tree(part: Any, leaves: Mapping[int, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for param, (start, stop) in _ranges(part):
         leaf = leaves[id(param)]
-        state = part._get_main_param_and_optimizer_states(param) if start < stop else {}
+        state = owned_state(part, param) if start < stop else {}
         for entry in ENTRIES:
             if entry == "param" and param.dtype == torch.float32:
                 # The main parameter is the model's own, which is in the checkpoint already.

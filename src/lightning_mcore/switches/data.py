@@ -52,6 +52,8 @@ def use_distributed_optimizer(
             return Switch(name, asked, True, "overlap_param_gather=True needs it", "assert")
         if (count := request.num_distributed_optimizer_instances or 1) > 1:
             return Switch(name, asked, True, f"{count} optimizer instances need it", "assert")
+        if request.optimizer.get("use_precision_aware_optimizer"):
+            return Switch(name, asked, True, "use_precision_aware_optimizer needs it", "assert")
         if copies(layout) == 1:
             return Switch(name, asked, False, copies_text(layout, "shard"))
         kind = f" with {facts.optimizer}" if facts.optimizer else ""

@@ -230,9 +230,51 @@ def check_ddp_fields(
             )
 
 
-def check_optimizer_fields(request: SwitchRequest, findings: Findings) -> None:
+def check_optimizer_fields(
+    request: SwitchRequest, facts: Facts, findings: Findings, sharded: Switch[bool]
+) -> None:
     """Fields of the engine's optimizer config that would not do what they say here."""
     fields = request.optimizer
+    if fields.get("use_precision_aware_optimizer"):
+        # optimizer_config.py asserts them, in a rank and without the way out.
+        for holds, needed, fix in (
+            (
+                facts.on_gpu and facts.te_version is not None,
+                "TransformerEngine's fused Adam, on GPUs",
+                "install transformer-engine and train on GPUs",
+            ),
+            (
+                sharded.effective,
+                f"`use_distributed_optimizer` (False: {sharded.reason})",
+                "use torch.optim.AdamW with use_distributed_optimizer=True",
+            ),
+        ):
+            if not holds:
+                findings.error(
+                    "precision-aware-optimizer-needs",
+                    f"`use_precision_aware_optimizer` (True) in `optimizer` needs {needed}",
+                    f"{fix}, or leave it out",
+                    use_precision_aware_optimizer=True,
+                )
+    if fields.get("optimizer_cpu_offload") and not fields.get("use_precision_aware_optimizer"):
+        # distrib_optimizer.py sets loaded moments in that case only; else they would be lost.
+        findings.error(
+            "cpu-offload-needs-precision-aware-optimizer",
+            "`optimizer_cpu_offload` (True) in `optimizer` needs `use_precision_aware_optimizer`:"
+            " without it the engine does not restore the moments from a checkpoint",
+            "use optimizer={'optimizer_cpu_offload': True, 'use_precision_aware_optimizer': True,"
+            " 'optimizer_offload_fraction': 1.0}",
+            optimizer_cpu_offload=True,
+        )
+    elif fields.get("optimizer_cpu_offload") and not fields.get("optimizer_offload_fraction"):
+        findings.error(
+            "cpu-offload-fraction-missing",
+            "`optimizer_cpu_offload` (True) in `optimizer` moves nothing to the host with"
+            " `optimizer_offload_fraction` (0.0)",
+            "use optimizer_offload_fraction=1.0, or less for less",
+            optimizer_cpu_offload=True,
+            optimizer_offload_fraction=0.0,
+        )
     if fields.get("overlap_param_gather_with_optimizer_step"):
         # Megatron-LM asserts: not with distributed checkpoints, which ours are.
         findings.error(
