@@ -38,6 +38,7 @@ def measured(tmp_path_factory):
             sys.executable,
             str(ROOT / "benchmarks" / "train_gpt.py"),
             *("--model", "tiny", "--accelerator", "cpu", "--devices", "2"),
+            *("--batch", "4", "--microbatches", "2"),
             *("--backends", "lightning-mcore", "mcore-raw", "lightning-ddp", "lightning-fsdp"),
             *("--precision", "bf16-mixed", "--blocks", "3", "--steps", "2", "--warmup", "4"),
             *("--variant", "same={}"),
@@ -69,6 +70,16 @@ def test_every_backend_that_can_run_is_measured(measured):
         assert 0.0 < found["startup_s"]["first_step"] < found["startup_s"]["warm"]
         assert f"| {name} | {middle:.2f} [" in markdown
     assert result["backends"]["lightning-mcore:same"]["ratio"] == [1.0, 1.0, 1.0]
+
+
+def test_all_split_a_step_alike(measured):
+    """Two samples per microbatch: the engine splits its batch, Lightning accumulates over two."""
+    _, result, markdown = measured
+    assert result["about"]["microbatches"] == 2
+    assert "in 2 microbatch(es)" in markdown
+    found = result["backends"]
+    assert found["lightning-mcore:same"]["strategy"]["micro_batch_size"] == 2
+    assert len(found["lightning-ddp"]["losses"]) == 2 * len(found["mcore-raw:same"]["losses"])
 
 
 def test_the_engines_loops_do_the_same_work(measured):
