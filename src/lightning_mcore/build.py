@@ -17,7 +17,13 @@ from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout
 from lightning_mcore.parallel_state import ParallelState, seed_stage
 from lightning_mcore.sequential import BoundaryShapes, SequentialChunk, cut_blocks
-from lightning_mcore.stage import Pipeline, Stage, check_fields_used, stages_of
+from lightning_mcore.stage import (
+    Pipeline,
+    Stage,
+    check_fields_used,
+    check_nothing_is_missing,
+    stages_of,
+)
 
 Factory = Callable[..., nn.Module]
 """``factory(stage, **fields) -> chunk``: builds the part of the model that ``stage`` names."""
@@ -102,6 +108,7 @@ def _call_factory(
                 " strategy.build an nn.Sequential."
             )
         check_fields_used(chunk.config, fields)
+        check_nothing_is_missing(chunk.config)
         _check_balancing_losses(chunk.config, state.layout)
         chunks.append(chunk)
     seed_stage(state)

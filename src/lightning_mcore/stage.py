@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_mcore.errors import ConfigurationError, NotInitializedError
@@ -188,6 +189,14 @@ def _shape_from_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     )
 
 
+_LEFT_OUT_WHEN_OFF = {
+    "cuda_graph_impl": ("none", "cuda_graphs={!r}"),
+    "overlap_moe_expert_parallel_comm": (False, "overlap_moe='1f1b'"),
+    "delay_wgrad_compute": (False, "delay_wgrad_compute=True, overlap_moe='1f1b'"),
+}
+"""Fields that are not among those handed on where their switch is off; off, and the switch."""
+
+
 def check_fields_used(config: Any, fields: Mapping[str, Any]) -> None:
     """Checks that a chunk's config carries what the strategy decided.
 
@@ -199,14 +208,13 @@ def check_fields_used(config: Any, fields: Mapping[str, Any]) -> None:
         for name, value in fields.items()
         if hasattr(config, name) and getattr(config, name) != value
     }
-    # Where the switch is off the field is not among those handed on.
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    if "cuda_graph_impl" not in fields and graphs != "none":
-        raise ConfigurationError(
-            f"`cuda_graph_impl` ({graphs!r}) of the chunk's config needs `cuda_graphs`, which is"
-            f" off: nothing would be captured; leave it out of the factory, and use"
-            f" MCoreStrategy(cuda_graphs={graphs!r})."
-        )
+    for name, (off, use) in _LEFT_OUT_WHEN_OFF.items():
+        value = getattr(config, name, off)
+        if name not in fields and value != off:
+            raise ConfigurationError(
+                f"`{name}` ({value!r}) of the chunk's config needs a switch of the strategy that is"
+                f" off; leave it out of the factory, and use MCoreStrategy({use.format(value)})."
+            )
     if differing:
         listed = ", ".join(
             f"{n} ({has!r}, needed {want!r})" for n, (has, want) in differing.items()
@@ -215,4 +223,37 @@ def check_fields_used(config: Any, fields: Mapping[str, Any]) -> None:
             f"The chunk's config differs from what the strategy decided: {listed}; pass the"
             " factory's `**fields` on to TransformerConfig(..., **fields) and set these through"
             " MCoreStrategy."
+        )
+
+
+_COMPLETED_BY_A_SCRIPT = {
+    "qk_clip": "scales query and key weights down after every optimizer step",
+    "hybrid_context_parallel": "cuts every batch for groups of several sizes",
+    "fp8_param": "makes DDP and optimizer agree on parameters in 8 bits",
+    "fp4_param": "makes DDP and optimizer agree on parameters in 4 bits",
+    "init_model_with_meta_device": "gives parameters their memory",
+    "moe_expert_rank_capacity_factor": "repeats steps in which experts overflowed",
+}
+"""Fields of TransformerConfig, and what Megatron-LM's training.py does where they are set."""
+
+
+def check_nothing_is_missing(config: Any) -> None:
+    """Checks that a chunk's config needs nothing that only Megatron-LM's training script does.
+
+    Raises:
+        ConfigurationError: Naming the field and what the script does.
+    """
+    for name, what in _COMPLETED_BY_A_SCRIPT.items():
+        value = getattr(config, name, None)
+        if value:
+            raise ConfigurationError(
+                f"The factory's TransformerConfig sets `{name}` ({value!r}), for which the training"
+                f" script of Megatron-LM {what}; this strategy does not, and the model would train"
+                " otherwise. Leave it out."
+            )
+    if getattr(config, "use_mup", False):
+        rank_zero_warn(
+            "`use_mup` (True) in TransformerConfig: Megatron-LM's training script also divides the"
+            " learning rates of matrices in hidden layers by mup_width_mult"
+            f" ({config.mup_width_mult}); do so in the parameter groups of configure_optimizers."
         )

@@ -24,7 +24,6 @@ from lightning_mcore.config import ParallelSizes
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.layout import resolve_layout
-from lightning_mcore.stage import check_fields_used
 from lightning_mcore.timeline.on_device import _Launches
 
 needs_0_19 = pytest.mark.skipif(
@@ -304,14 +303,6 @@ def test_the_engine_loses_its_stand_in_for_apex(fails: bool) -> None:
     except KeyError:
         assert fails
     assert dict(vars(engine_layers)) == before
-
-
-def test_graphs_of_the_users_own_config_need_the_switch():
-    config = SimpleNamespace(cuda_graph_impl="local")
-    with pytest.raises(ConfigurationError, match="cuda_graphs='local'"):
-        check_fields_used(config, {})
-    check_fields_used(config, {"cuda_graph_impl": "local"})
-    check_fields_used(SimpleNamespace(cuda_graph_impl="none"), {})
 
 
 @pytest.mark.parametrize(("launch", "calls"), [("cudaLaunchKernel", 1), ("cudaGraphLaunch", 0)])

@@ -23,6 +23,18 @@ __all__ = [
 ]
 
 _FSDP_FIELDS = ("use_megatron_fsdp", "use_custom_fsdp")
+_GROUPS = "parameter groups come from configure_optimizers; set lr and weight_decay of its groups"
+_UNREAD_OPTIMIZER_FIELDS = {
+    "min_lr": _GROUPS,
+    "decoupled_lr": _GROUPS,
+    "decoupled_min_lr": _GROUPS,
+    "apply_wd_to_qk_layernorm": _GROUPS,
+    "main_grads_dtype": "gradients have the dtype of DDP's buffers; use grad_reduce_in_fp32=False",
+    "optimizer_cuda_graph": "only Megatron-LM's training script captures the optimizer's step",
+    "reuse_grad_buf_for_mxfp8_param_ag": "parameters in 8 bits are not supported",
+}
+"""Fields of the engine's optimizer config that nothing would act on, and what does it here."""
+_OF_OTHER_OPTIMIZERS = ("muon_", "lion_", "soap_", "adaptive_muon_")
 
 
 def check_precision(facts: Facts, findings: Findings) -> None:
@@ -275,6 +287,17 @@ def check_optimizer_fields(
             optimizer_cpu_offload=True,
             optimizer_offload_fraction=0.0,
         )
+    for name in fields:
+        why = _UNREAD_OPTIMIZER_FIELDS.get(name)
+        if name.startswith(_OF_OTHER_OPTIMIZERS):
+            why = "it belongs to an optimizer of the engine's own, which is not used here"
+        if why is not None:
+            findings.error(
+                "optimizer-field-ignored",
+                f"`{name}` ({fields[name]!r}) in `optimizer` would be ignored: {why}",
+                "leave it out",
+                **{name: str(fields[name])},
+            )
     if fields.get("overlap_param_gather_with_optimizer_step"):
         # Megatron-LM asserts: not with distributed checkpoints, which ours are.
         findings.error(
