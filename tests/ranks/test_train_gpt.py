@@ -103,6 +103,23 @@ def test_what_cannot_run_is_told_and_the_rest_goes_on(measured):
     assert run.returncode == 1
 
 
+def test_attention_prints_its_table():
+    """What cannot run here is told, and the rest goes on."""
+    script = str(ROOT / "benchmarks" / "attention.py")
+    sizes = ("--heads", "4", "--groups", "2", "--dim", "16", "--seq", "32", "--calls", "2")
+    run = subprocess.run(
+        [sys.executable, script, "--accelerator", "cpu", *sizes],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| sdpa")]
+    assert len(rows) == 4
+    assert float(rows[-1][1]) > 0.0
+    assert any("cannot" in row[1] for row in rows)
+
+
 # ------------------------------------------------------------------------------ its parts
 
 
