@@ -42,8 +42,9 @@ import warnings
 
 import torch
 from multigpu import START, items, layouts, training, tuned
+from multigpu.bench import Bench, Clock, Results
 from multigpu.cases import Case, Group, Plan
-from multigpu.compare import Bench, Clock, Results, run_group, run_once
+from multigpu.compare import run_group, run_once
 from multigpu.links import SIZES, measure_links
 from multigpu.report import as_markdown
 from multigpu.teams import start_method
@@ -63,7 +64,7 @@ ITEMS = ("links", *GROUPS, "tune")
 _TINY = {
     "pp": {"layers": 16},
     # So that tp = 8 divides them.
-    "layouts": {"layers": 16, "heads": 8, "groups": 8, "head_dim": 8},
+    "layouts": {"layers": 8, "heads": 8, "groups": 8, "head_dim": 8},
 }
 
 

@@ -62,8 +62,6 @@ class Group:
     variants: tuple[Case, ...]
     world: int | None = None
     """Ranks; ``None``: all GPUs."""
-    same_weights: bool = False
-    """Whether all start from the same weights, so that their losses can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,101 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from multigpu import training
+from multigpu.bench import Bench, missing
 from multigpu.cases import Case, Group, Plan
 from multigpu.teams import Team, TeamError
 
 _RECORDING_S = 40.0
-
-
-class Clock:
-    """The time that is left, and lines that say when they were printed."""
-
-    def __init__(self, start_s: float, limit_s: float) -> None:
-        self._start, self._limit_s = start_s, limit_s
-
-    @property
-    def passed_s(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._start
-
-    @property
-    def left_s(self) -> float:
-        """Until the limit; negative after it."""
-        return self._limit_s - self.passed_s
-
-    def say(self, text: str) -> None:
-        """Prints a line with the time."""
-        print(f"[{self.passed_s:6.1f} s] {text}", flush=True)
-
-
-class Results:
-    """Rows, in a file that is whole after each of them."""
-
-    def __init__(self, path: Path | None, setting: Mapping[str, Any]) -> None:
-        self.content: dict[str, Any] = {"setting": dict(setting), "rows": []}
-        self._path = path
-        self.write()
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Appends a row and writes the file."""
-        self.content["rows"].append(row)
-        self.write()
-
-    def write(self) -> None:
-        """Writes the file anew and puts it in place at once."""
-        if self._path is not None:
-            beside = self._path.with_name(self._path.name + ".part")
-            beside.write_text(json.dumps(self.content, indent=1))
-            os.replace(beside, self._path)
-
-
-@dataclasses.dataclass(kw_only=True)
-class Bench:
-    """What all groups share."""
-
-    world: int
-    accelerator: str
-    method: str
-    """How ranks are started."""
-    clock: Clock
-    results: Results
-    case_limit_s: float
-    """For each call to the ranks of a case."""
-    ahead: int = 6
-    """Teams that start CUDA before it is their turn."""
-    traces: Path | None = None
-    """Where to keep traces."""
-
-    def team(self, name: str, environment: Mapping[str, str]) -> Team:
-        """Ranks that have begun to start CUDA."""
-        team = Team(name, self.world, self.method, environment)
-        team.send(training.touch_device, self.accelerator)
-        return team
-
-    def limit_s(self) -> float:
-        """For the next call."""
-        return max(1.0, min(self.case_limit_s, self.clock.left_s))
-
-
-def missing(needs: tuple[str, ...], accelerator: str) -> str | None:
-    """Why a case cannot run here, as far as can be known without trying."""
-    for name in needs:
-        if name == "gpu" and accelerator != "gpu":
-            return "needs GPUs"
-        if name != "gpu" and find_spec(name) is None:
-            return f"needs the module {name}, which is not installed"
-    return None
+_LEAST_S = {"gpu": 20.0, "cpu": 1.0}
+"""What opening a case and its first steps take at least."""
 
 
 class Opened:
@@ -185,22 +103,30 @@ def run_group(bench: Bench, group: Group, plan: Plan) -> None:
     queue = _Queue(bench, group)
     say = bench.clock.say
     home: Opened | None = None
+    peers = _Peers()
+    least_s = _LEAST_S[bench.accelerator]
+    longest_s = 0.0
+    """Of what a variant took, per number of microbatches."""
     if group.baseline.name in queue.skipped:
         _note(bench, group, group.baseline, "skipped", queue.skipped[group.baseline.name])
     else:
-        home = _open(bench, group, group.baseline, queue, plan)
+        home = _open(bench, group, group.baseline, queue, plan, least_s)
     for variant in group.variants:
         if variant.name in queue.skipped:
             _note(bench, group, variant, "skipped", queue.skipped[variant.name])
             continue
+        # A variant that is cut off would take the baseline with it, and its recording.
+        needed_s = max(least_s, longest_s * len(variant.microbatches))
         if home is not None and not home.team.alive:
             # It died beside another variant, which has its row.
             _finish(bench, group, home)
-            home = _open(bench, group, group.baseline, queue, plan)
-        away = _open(bench, group, variant, queue, plan)
+            home = _open(bench, group, group.baseline, queue, plan, least_s)
+        started = time.monotonic()
+        away = _open(bench, group, variant, queue, plan, needed_s)
         if away is None:
             continue
-        started = time.monotonic()
+        if home is not None:
+            peers.add(home)
         try:
             _take_turns(home, away, plan)
         except TeamError as error:
@@ -208,10 +134,13 @@ def run_group(bench: Bench, group: Group, plan: Plan) -> None:
         else:
             for count in variant.microbatches:
                 row = away.row(count)
-                _compare(row, home, away, count, plan, same_weights=group.same_weights)
+                _compare(row, home, away, count, plan)
+                peers.compare(row, away, count)
                 bench.results.add(_head(group, variant, "measured") | row)
                 say(f"{group.item}, {group.name}: {variant.name}, {_summary(row)}")
-        say(f"    took {away.facts[0]['opening_s']:.1f} + {time.monotonic() - started:.1f} s")
+        took_s = time.monotonic() - started
+        longest_s = max(longest_s, took_s / len(variant.microbatches))
+        say(f"    took {took_s:.1f} s, of them {away.facts[0]['opening_s']:.1f} s to open")
         away.team.end()
     if home is not None:
         if home.team.alive and not any(home.blocks.values()):
@@ -238,15 +167,9 @@ def _take_turns(home: Opened | None, away: Opened, plan: Plan) -> None:
 
 
 def _compare(
-    row: dict[str, Any],
-    home: Opened | None,
-    away: Opened,
-    count: int,
-    plan: Plan,
-    *,
-    same_weights: bool,
+    row: dict[str, Any], home: Opened | None, away: Opened, count: int, plan: Plan
 ) -> None:
-    """Ratio to the baseline's blocks of the same turns, and losses of the same steps."""
+    """Ratio to the baseline's blocks of the same turns."""
     if home is None or count not in home.blocks:
         return
     theirs = home.blocks[count][-plan.rounds :]
@@ -255,10 +178,30 @@ def _compare(
     ratios = [mine / other for mine, other in zip(away.blocks[count], theirs, strict=True)]
     row["ratios"] = ratios
     row["ratio"] = statistics.median(ratios)
-    if same_weights and away.case.microbatches[0] == home.case.microbatches[0] == count:
-        # From the first step on; later ones depend on what was run before them.
-        pairs = list(zip(away.losses[count], home.losses[count], strict=False))
-        row["loss_difference"] = max(abs(mine - other) for mine, other in pairs)
+
+
+class _Peers:
+    """Cases of a group by what their weights and batches follow from, to compare losses."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[Any, ...], Opened] = {}
+
+    def add(self, opened: Opened) -> Opened:
+        """The first case with the weights and batches of this one, which may be this one."""
+        case = opened.case
+        # Seeds of weights follow from the rank's place in all axes but data parallelism.
+        sizes = (case.pp, case.vpp, *(case.strategy.get(axis, 1) for axis in ("tp", "cp", "ep")))
+        of_batches = (case.micro_batch, case.microbatches[0])
+        return self._first.setdefault((case.framework, *sizes, *of_batches), opened)
+
+    def compare(self, row: dict[str, Any], opened: Opened, count: int) -> None:
+        """Notes how far the losses of the first steps are from those of the first such case."""
+        first = self.add(opened)
+        # Of the first steps; later ones depend on what was run before them.
+        if first is not opened and count == opened.case.microbatches[0]:
+            pairs = list(zip(opened.losses[count], first.losses[count], strict=False))
+            row["loss_difference"] = max(abs(mine - other) for mine, other in pairs)
+            row["loss_peer"] = first.case.name
 
 
 def _summary(row: Mapping[str, Any]) -> str:
@@ -306,9 +249,15 @@ def _short(reason: str) -> str:
     return " ".join(reason.split())[:400]
 
 
-def _open(bench: Bench, group: Group, case: Case, queue: _Queue, plan: Plan) -> Opened | None:
-    if bench.clock.left_s <= 0:
-        _note(bench, group, case, "not run", "the time limit was reached")
+def _open(
+    bench: Bench, group: Group, case: Case, queue: _Queue, plan: Plan, needed_s: float
+) -> Opened | None:
+    left_s = bench.clock.left_s
+    if left_s < needed_s:
+        reason = (
+            f"of the time, {max(left_s, 0.0):.0f} s were left, and it may take {needed_s:.0f} s"
+        )
+        _note(bench, group, case, "not run", reason)
         return None
     team = queue.take(case)
     try:

@@ -8,36 +8,33 @@ from typing import Any
 from multigpu.cases import MANY_QUEUES, ONE_ORDER, Case, Group, Plan
 from multigpu.items import RING_AND_DGRAD
 
-_SAMPLES = 16
-"""Of the global batch, in all layouts of the 8B width."""
-_PLAN = Plan(rounds=2, steps=4, warmup=3)
+_PLAN = Plan(rounds=2, steps=4, warmup=3, window=1)
 
 
 def layouts(world: int) -> list[tuple[Group, Plan]]:
-    """Those that use all of ``world`` GPUs."""
-    wide = {"model": "llama-8b-slice", "changes": {"layers": 16}}
-    wider = {"model": "llama-70b-slice", "changes": {"layers": 8}}
-    sizes = [
-        ("8B width, 16 layers", wide, {"tp": 2, "pp": 2, "vpp": 4}, 8),
-        ("8B width, 16 layers", wide, {"tp": 2, "pp": 2, "vpp": 4}, 4),
-        ("8B width, 16 layers", wide, {"tp": 4, "pp": 2}, 8),
-        ("8B width, 16 layers", wide, {"tp": world}, world),
+    """Those that use all of ``world`` GPUs, the most wanted first."""
+    # Samples of the global batch are by GPU, so that a step takes as long on any number of them.
+    wide = {"model": "llama-8b-slice", "changes": {"layers": 16}}, 2 * world
+    wider = {"model": "llama-70b-slice", "changes": {"layers": 8}}, world
+    presets = [
+        ("70B width, 8 layers", *wider, {"tp": world}),
+        ("8B width, 16 layers", *wide, {"tp": 2, "pp": 2, "vpp": 4}),
         # Without the distributed optimizer, what it shards would not fit.
-        ("8B width, 16 layers", wide, {"use_distributed_optimizer": True}, world),
-        ("70B width, 8 layers", wider, {"tp": world}, world),
-        ("70B width, 8 layers", wider, {"tp": 4, "pp": 2}, 8),
+        ("8B width, 16 layers", *wide, {"use_distributed_optimizer": True}),
+        ("70B width, 8 layers", *wider, {"tp": world // 2, "pp": 2}),
+        ("8B width, 16 layers", *wide, {"tp": world // 2, "pp": 2}),
+        ("8B width, 16 layers", *wide, {"tp": world}),
     ]
     groups = [
-        _presets(what, model, strategy, world)
-        for what, model, strategy, wanted in sizes
-        if wanted == world
+        _presets(what, model, samples, strategy, world)
+        for what, model, samples, strategy in presets
+        if strategy.get("tp", 1) * strategy.get("pp", 1) <= world
     ]
-    groups += [(_experts(world), _PLAN), (_long(world), _PLAN)]
-    return groups
+    return [groups[0], (_long(world), _PLAN), *groups[1:3], (_experts(world), _PLAN), *groups[3:]]
 
 
 def _presets(
-    what: str, model: dict[str, Any], strategy: dict[str, Any], world: int
+    what: str, model: dict[str, Any], samples: int, strategy: dict[str, Any], world: int
 ) -> tuple[Group, Plan]:
     """One layout under each preset of ``comm``."""
     tp, pp = strategy.get("tp", 1), strategy.get("pp", 1)
@@ -56,7 +53,7 @@ def _presets(
         return Case(
             name=f"comm={comm}",
             strategy=choices,
-            microbatches=(max(pp, _SAMPLES // dp),),
+            microbatches=(max(pp, samples // dp),),
             environment=ONE_ORDER if tp > 1 else {},
             **model,
         )
@@ -65,13 +62,13 @@ def _presets(
     if tp > 1:
         ring = case("auto", tp_comm_overlap=RING_AND_DGRAD)
         needs = ("gpu", "transformer_engine")
-        variants.append(dataclasses.replace(ring, name="comm=auto, all ring + dgrad", needs=needs))
+        ring = dataclasses.replace(ring, name="comm=auto, all ring + dgrad", needs=needs)
+        variants.insert(1, ring)
     group = Group(
         item="layouts",
         name=f"{what}, {name}",
         baseline=case("safe"),
         variants=tuple(variants),
-        same_weights=True,
     )
     return group, _PLAN
 
@@ -100,7 +97,6 @@ def _experts(world: int) -> Group:
                 **common,
             ),
         ),
-        same_weights=True,
     )
 
 
@@ -131,8 +127,8 @@ def _long(world: int) -> Group:
             needs=("gpu", "transformer_engine"),
             **common,
         )
-        for cp in contexts
         for kind in ("p2p", "a2a")
+        for cp in contexts
     ]
     return Group(
         item="layouts",

@@ -8,6 +8,17 @@ from typing import Any
 
 from lightning_mcore.flops import peak_flops
 from lightning_mcore.timeline.bandwidth import BUS_FACTORS
+from multigpu.figures import (
+    bubble,
+    bubble_deviation,
+    efficiency,
+    expected_ratio,
+    exposed_ms,
+    exposed_share,
+    ideal_bubble,
+    median_rank,
+)
+from multigpu.targets import HEAD, against_targets
 
 _GROUPS = ("tp", "pp", "dp", "cp", "ep", "mp", "world", "other")
 
@@ -20,7 +31,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
     for row in rows:
         if row["item"] == "links" and row["status"] == "measured":
             lines += _links(row["by_rank"])
-        elif row["item"].startswith("tune") and row["status"] == "measured":
+        elif row["item"].startswith("tune") and "by_rank" in row:
             lines += [f"### {row['item']}", "", "```", row["by_rank"][0]["text"], "```", ""]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -34,6 +45,8 @@ def as_markdown(content: Mapping[str, Any]) -> str:
         lines += _scaling(
             [row for row in rows if "microbatches" in row and row["item"] == "scaling"]
         )
+    if reached := against_targets(rows):
+        lines += ["### Against the targets", "", *_table(HEAD, reached), ""]
     without = [row for row in rows if row["status"] != "measured"]
     if without:
         lines += ["### Without figures", ""]
@@ -87,67 +100,71 @@ def _bytes(size: int) -> str:
 
 
 def _group(rows: Sequence[Mapping[str, Any]], peak: float | None) -> list[str]:
-    names = [name for name in _GROUPS if any(_exposed(row, name) is not None for row in rows)]
+    names = [name for name in _GROUPS if any(exposed_ms(row, name) is not None for row in rows)]
     pipelined = any(row["pp"] > 1 for row in rows)
+    schedules = len({row["vpp"] for row in rows}) > 1
     late = any(row["lateness"] for row in rows)
-    head = ["case", "m", "step ms (range)", "ratio to baseline (range)", "tokens/s", "TFLOP/s"]
+    head = ["case", "m", "step ms (range)", "ratio to baseline (range)"]
+    head += ["expected", "off"] if schedules else []
+    head += ["tokens/s", "TFLOP/s"]
     head += ["MFU"] if peak else []
     head += ["GiB", "compute ms", "idle ms", *(f"exposed {name} ms" for name in names), "exposed"]
-    head += ["bubble", "ideal"] if pipelined else []
+    head += ["bubble", "ideal", "step off"] if pipelined else []
     head += ["host late"] if late else []
     head += ["loss diff."]
     cells = []
     ordered = sorted(rows, key=lambda row: (row["microbatches"], not row["is_baseline"]))
     for row in ordered:
-        times = _median_rank(row)
+        times = median_rank(row)
         line = [row["case"] + (" (baseline)" if row["is_baseline"] else ""), row["microbatches"]]
         line += [_range(row["step_ms"], ".1f")]
         line += [_range(row["ratios"], ".3f") if "ratios" in row else "-"]
+        line += [*_expected(row, rows)] if schedules else []
         line += [f"{row['tokens_per_s']:,.0f}", f"{row['tflops_per_gpu']:.0f}"]
         line += [f"{100 * row['tflops_per_gpu'] / peak:.1f} %"] if peak else []
         line += [f"{row['peak_gib']:.1f}"]
         line += [_ms(times, "compute_us"), _ms(times, "idle_us")]
-        line += ["-" if (ms := _exposed(row, name)) is None else f"{ms:.2f}" for name in names]
-        line += [f"{100 * times['exposed_us'] / times['step_us']:.1f} %" if times else "-"]
+        line += ["-" if (ms := exposed_ms(row, name)) is None else f"{ms:.2f}" for name in names]
+        line += ["-" if (share := exposed_share(row)) is None else f"{100 * share:.1f} %"]
         line += [*_bubble(row)] if pipelined else []
         line += [_late(row)] if late else []
-        line += [f"{row['loss_difference']:.1e}" if "loss_difference" in row else "-"]
+        line += [_loss(row, ordered[0])]
         cells.append(line)
     return _table(head, cells)
 
 
-def _median_rank(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The rank whose compute time is the median, as CommTimings shows it."""
-    recorded = row["recorded"]
-    if not recorded:
-        return None
-    return sorted(recorded, key=lambda times: times["compute_us"])[len(recorded) // 2]
+def _expected(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """The ratio that ideal bubbles would give, and how far the measured one is from it."""
+    for other in rows:
+        same = other["microbatches"] == row["microbatches"]
+        if same and other["is_baseline"] and "ratio" in row:
+            wanted = expected_ratio(row, other)
+            return f"{wanted:.3f}", _percent(row["ratio"] / wanted - 1.0)
+    return "-", "-"
 
 
-def _exposed(row: Mapping[str, Any], group: str) -> float | None:
-    times = _median_rank(row)
-    if times is None or group not in times["groups"]:
-        return None
-    return float(times["groups"][group]["exposed_us"]) / 1e3
+def _loss(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+    """How far losses are from those of the first case with the same weights and batches."""
+    if "loss_difference" not in row:
+        return "-"
+    peer = row["loss_peer"]
+    to = "" if peer == baseline["case"] and baseline["is_baseline"] else f" to {peer}"
+    return f"{row['loss_difference']:.1e}{to}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:+.1f} %"
 
 
 def _ms(times: Mapping[str, Any] | None, name: str) -> str:
     return "-" if times is None else f"{times[name] / 1e3:.1f}"
 
 
-def _bubble(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Time of an unprofiled step beyond the compute of its slowest stage, over that; and ideal."""
+def _bubble(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Measured, ideal, and how much longer than with the ideal one a step was."""
     found = bubble(row)
-    ideal = (row["pp"] - 1) / (row["vpp"] * row["microbatches"])
-    return ("-" if found is None else f"{found:.3f}", f"{ideal:.3f}")
-
-
-def bubble(row: Mapping[str, Any]) -> float | None:
-    """The measured bubble of a row, as a share of compute time; ``None`` without a recording."""
-    if not row["recorded"] or row["pp"] == 1:
-        return None
-    slowest = max(times["compute_us"] for times in row["recorded"]) / 1e3
-    return float(row["median_step_ms"] / slowest - 1.0)
+    measured = "-" if found is None else f"{found:.3f}"
+    return measured, f"{ideal_bubble(row):.3f}", _percent(bubble_deviation(row))
 
 
 def _late(row: Mapping[str, Any]) -> str:
@@ -159,13 +176,12 @@ def _late(row: Mapping[str, Any]) -> str:
 def _scaling(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not rows:
         return []
-    each = [(len(row["parameters_by_rank"]), row["tokens_per_s"]) for row in rows]
-    least, rate = min(each)
+    rates = {len(row["parameters_by_rank"]): row["tokens_per_s"] for row in rows}
     lines = _table(
         ("GPUs", "tokens/s", "tokens/s per GPU", "efficiency"),
         (
-            (count, f"{all_:,.0f}", f"{all_ / count:,.0f}", f"{all_ / count / (rate / least):.3f}")
-            for count, all_ in each
+            (count, f"{rates[count]:,.0f}", f"{rates[count] / count:,.0f}", f"{share:.3f}")
+            for count, share in efficiency(rows).items()
         ),
     )
     return ["### scaling", "", *lines, ""]

@@ -12,31 +12,37 @@ from torch.utils.data import DataLoader
 from gpt import TokenRows
 from lightning_mcore.tuning import MCoreTuner
 from lightning_mcore.tuning.report import as_dict, as_text
-from multigpu.cases import ONE_ORDER, Case
-from multigpu.compare import Bench, run_once
+from multigpu.bench import Bench
+from multigpu.cases import ONE_ORDER, Case, Group, Plan
+from multigpu.compare import run_group, run_once
 from multigpu.items import RING_AND_DGRAD
 from multigpu.training import make_module
 
+SAFE, RING = "safe", "all ring + dgrad"
+"""Names of cases and of trials."""
+
 
 def run(bench: Bench, *, tiny: bool) -> None:
-    """Tunes twice: a process can set up userbuffers once, so each setting needs its own ranks."""
+    """Measures cases in turns, then lets the tuner choose among them.
+
+    It tunes twice: a process can set up userbuffers once, so each setting needs its own ranks.
+    """
     case = Case(
-        name="tune",
+        name=SAFE,
         model="llama-8b-slice",
         # Each trial loads the weights it starts from: fewer layers, less to load.
         changes={"layers": 4},
         strategy={"tp": bench.world},
         micro_batch=2,
+        environment=ONE_ORDER,
     )
     if tiny:
         case = dataclasses.replace(case, model="tiny", changes={})
+    run_group(bench, _turns(case), Plan(rounds=3 if not tiny else 2, steps=8))
+    ring = {"sequence_parallel": True, "tp_comm_overlap": RING_AND_DGRAD}
     for name, extra, only in (
         ("tune", {}, ["sequence_parallel", "tp_comm_overlap", "comm=auto", "comm=max"]),
-        (
-            "tune, all ring + dgrad",
-            {"all ring + dgrad": {"sequence_parallel": True, "tp_comm_overlap": RING_AND_DGRAD}},
-            ["sequence_parallel", "all ring + dgrad"],
-        ),
+        (f"tune, {RING}", {RING: ring}, ["sequence_parallel", RING]),
     ):
         run_once(
             bench,
@@ -47,8 +53,28 @@ def run(bench: Bench, *, tiny: bool) -> None:
             extra,
             only,
             limit_s=120.0,
-            environment=ONE_ORDER,
+            environment=case.environment,
         )
+
+
+def _turns(case: Case) -> Group:
+    """What the tuner may choose from: trials that are not here equal one of these."""
+    base = {**case.strategy, "comm": "safe", "sequence_parallel": True}
+    overlaps = {"tp_comm_overlap": True, RING: RING_AND_DGRAD}
+    return Group(
+        item="tune",
+        name="in turns",
+        baseline=dataclasses.replace(case, strategy=base),
+        variants=tuple(
+            dataclasses.replace(
+                case,
+                name=name,
+                strategy=base | {"tp_comm_overlap": overlap},
+                needs=("gpu", "transformer_engine"),
+            )
+            for name, overlap in overlaps.items()
+        ),
+    )
 
 
 def tune(case: Case, accelerator: str, extra: dict[str, Any], only: list[str]) -> dict[str, Any]:
