@@ -36,9 +36,12 @@ import contextlib
 import dataclasses
 import importlib
 import logging
+import multiprocessing
 import platform
 import time
+import traceback
 import warnings
+from importlib.util import find_spec
 
 import torch
 from multigpu import START, items, layouts, training, tuned
@@ -49,6 +52,7 @@ from multigpu.links import SIZES, measure_links
 from multigpu.report import as_markdown
 from multigpu.teams import start_method
 
+from lightning_mcore.experts.probe import probe_deep_ep
 from lightning_mcore.topology_probe import read_hardware
 from lightning_mcore.version import package_versions
 
@@ -64,7 +68,7 @@ ITEMS = ("links", *GROUPS, "tune")
 _TINY = {
     "pp": {"layers": 16},
     # So that tp = 8 divides them.
-    "layouts": {"layers": 8, "heads": 8, "groups": 8, "head_dim": 8},
+    "layouts": {"heads": 8, "groups": 8, "head_dim": 8},
 }
 
 
@@ -99,6 +103,8 @@ def _tiny(group: Group) -> Group:
 
     def small(case: Case) -> Case:
         changes: dict[str, Any] = dict(_TINY.get(group.item, {}))
+        if group.item == "layouts":
+            changes["layers"] = max(2, case.pp * case.vpp)
         if "moe" in case.model:
             changes |= {"experts": 8, "experts_per_token": 2}
         return dataclasses.replace(case, model="tiny", changes=changes)
@@ -144,6 +150,8 @@ def main() -> None:
         with contextlib.suppress(ImportError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("transformer_engine.pytorch")
+        if find_spec("deep_ep") is not None and {"moe", "layouts"} & set(options.items):
+            probe_deep_ep()  # In a process of its own; forked ranks know the answer.
     clock.say("imports are done")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     method = options.start
@@ -178,20 +186,43 @@ def main() -> None:
     )
     for item in options.items:
         start = clock.passed_s
-        if item == "links":
-            largest = max(SIZES) if on_gpu else 2**20
-            run_once(bench, item, measure_links, options.accelerator, largest, limit_s=60.0)
-        elif item == "tune":
-            tuned.run(bench, tiny=options.model == "tiny")
-        else:
-            for group, plan in _groups(item, options):
-                world = group.world or options.devices
-                run_group(dataclasses.replace(bench, world=world), group, plan)
+        try:
+            _run_item(item, bench, options)
+        except Exception as error:  # What is wrong with one item must not cost the others.
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}"
+            row = {"item": item, "group": item, "case": item, "status": "failed"}
+            results.add(row | {"reason": reason})
+            # Ranks that it left behind.
+            for process in multiprocessing.active_children():
+                process.kill()
         clock.say(f"{item} took {clock.passed_s - start:.1f} s")
-        if options.markdown is not None:
-            options.markdown.write_text(as_markdown(results.content))
+        _write_table(results, options.markdown)
     clock.say("done")
-    print(as_markdown(results.content), flush=True)
+    print(_write_table(results, options.markdown), flush=True)
+
+
+def _run_item(item: str, bench: Bench, options: argparse.Namespace) -> None:
+    if item == "links":
+        largest = max(SIZES) if options.accelerator == "gpu" else 2**20
+        run_once(bench, item, measure_links, options.accelerator, largest, limit_s=60.0)
+    elif item == "tune":
+        tuned.run(bench, tiny=options.model == "tiny")
+    else:
+        for group, plan in _groups(item, options):
+            world = group.world or options.devices
+            run_group(dataclasses.replace(bench, world=world), group, plan)
+
+
+def _write_table(results: Results, path: Path | None) -> str:
+    """The table so far; a row that it cannot show costs the table only."""
+    try:
+        text = as_markdown(results.content)
+    except Exception:
+        return traceback.format_exc()
+    if path is not None:
+        path.write_text(text)
+    return text
 
 
 if __name__ == "__main__":
