@@ -144,6 +144,8 @@ def test_losses_are_compared_with_the_first_case_of_the_same_weights(script):
     }
     assert compared(opened("ring", [3.0, 2.5], tp=8), count=4) == {}
     # Other sizes begin with other weights, or other batches.
+    assert compared(opened("tp4", [4.0, 3.0], tp=4)) == {}
+    assert compared(opened("ep2", [4.0, 3.0], tp=8, ep=2)) == {}
     assert compared(opened("p2p", [4.0, 3.0], tp=4, cp=2)) == {}
     assert compared(opened("a2a", [4.0, 3.25], tp=4, cp=2, cp_comm_type="a2a")) == {
         "loss_difference": 0.25,
