@@ -4,9 +4,11 @@
         --json several_gpus.json --markdown several_gpus.md --time-limit 400
 
 Every case runs in rank processes of its own and takes turns, block by block, with the baseline of
-its group: A B B A ... What fails is written down with its error, and the rest goes on. The JSON is
-whole after every case. On a machine without GPUs, `--accelerator cpu --model tiny` runs the same
-code over gloo, which shows that it works and nothing else.
+its group: A B B A ... What fails is written down with its error, and the rest goes on; what may not
+end within ``--time-limit`` is not begun. The JSON is whole after every case; the table ends with
+what was measured against what was wanted, and what is missing. On a machine without GPUs,
+`--accelerator cpu --model tiny` runs the same code over gloo, which shows that it works and nothing
+else.
 
 Items: links (topology, bandwidths), tp (userbuffers), pp (schedules), dp (Lightning's DDP and FSDP
 against Megatron's), moe (dispatchers, overlap), layouts (combined, by number of GPUs), scaling (1,
