@@ -117,6 +117,7 @@ class EngineOptimizer:
         # (optimizer.py, ChainedOptimizer.step).
         self.engine.get_grad_norm = self._checked_norm
         self._config = config
+        self._value_limit = 0.0
         self._low_precision = config.params_dtype != torch.float32 and not (
             config.bf16 or config.fp16
         )
@@ -145,8 +146,7 @@ class EngineOptimizer:
         except _SkipStep as skip:
             return StepStats(norm=skip.norm, num_zeros=None, skipped=True)
         self._config.clip_grad = 0.0 if self._low_precision else clipping.norm
-        if clipping.value > 0.0:
-            engine.clamp_gradients(self._chunks, clipping.value * self._loss_scale())
+        self._value_limit = clipping.value
         if not self.runs_torch_optimizer:
             self._copy_settings()
         # Before the step, which changes it: a new tensor then, so this one stays as it is.
@@ -164,7 +164,7 @@ class EngineOptimizer:
         )
 
     def _checked_norm(self) -> Any:
-        """The engine's gradient norm, which every rank holds alike.
+        """The engine's gradient norm, which every rank holds alike; then clips by value.
 
         It is a number but for engines with TransformerEngine's tensor kernels, where it is read
         here too: a later look would come after the parameters had changed.
@@ -172,6 +172,9 @@ class EngineOptimizer:
         norm = self._measure_norm()
         if not math.isfinite(norm) and not self.on_nonfinite(float(norm)):
             raise _SkipStep(float(norm))
+        if self._value_limit > 0.0:
+            # Not before: Inf would become the limit, and pass for a gradient.
+            engine.clamp_gradients(self.engine, self._value_limit)
         return norm
 
     def _clip_low_precision(self, limit: float) -> float | None:
@@ -184,10 +187,6 @@ class EngineOptimizer:
             for chunk in self._chunks:
                 chunk.scale_gradients(limit / (norm + 1e-6))
         return norm
-
-    def _loss_scale(self) -> float:
-        """Factor on the gradients in the buffers under fp16."""
-        return float(self.engine.get_loss_scale())
 
     def _copy_settings(self) -> None:
         for group in self.engine.param_groups:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mcore._mcore import checkpointing as engine
+from lightning_mcore._mcore.chained import loss_scalers
 from lightning_mcore._mcore.checkpointing import STEP, Stored, Tree
 from lightning_mcore.errors import CheckpointError
 from lightning_mcore.state_dict import OPTIMIZER_PREFIX
@@ -23,6 +24,9 @@ MAIN_PARAM = "fp32_param"
 """Entry that is a main parameter, in state that is not distributed."""
 DISTRIBUTED_MAIN_PARAM = "param"
 """The same in distributed state, where the engine gives it this name."""
+
+_ON_DEVICE = "on device"
+"""Key around an object that was a tensor on a GPU."""
 
 _GROUP_IDENTITY = ("lightning_group", "wd_mult", "lr_mult")
 """Settings that tell parameter groups apart, whatever their order on a rank."""
@@ -59,16 +63,31 @@ def _plain_optimizer_tree(part: Any, model: Tree, shared_step: bool) -> Tree:
             entries[MAIN_PARAM] = engine.like(leaf, key, main.detach())
         for entry, value in part.optimizer.state.get(main, {}).items():
             key = f"{OPTIMIZER_PREFIX}{entry}.{leaf.key}"
-            if value is None or (entry == STEP and shared_step and isinstance(value, Tensor)):
+            counted = entry == STEP and isinstance(value, Tensor) and engine.counts_in_state(part)
+            if value is None or (counted and shared_step):
                 continue
             if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
                 entries[entry] = engine.like(leaf, key, value)
             elif isinstance(value, Tensor) and value.dim() > 0:
-                entries[entry] = engine.object_like(leaf, key, value)
+                entries[entry] = engine.object_like(leaf, key, _without_place(value))
             else:
-                entries[entry] = engine.number_like(leaf, key, value)
+                entries[entry] = engine.number_like(leaf, key, _without_place(value))
         tree[str(index)] = entries
     return tree
+
+
+def _without_place(value: Any) -> Any:
+    """An object to be saved: torch would load it onto the very device that it was saved from."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return {_ON_DEVICE: value.detach().cpu()}
+    return value
+
+
+def _in_place(value: Any, device: torch.device) -> Any:
+    """What ``_without_place`` was given, on this rank's device if it was on one."""
+    if isinstance(value, Mapping) and value.keys() == {_ON_DEVICE}:
+        return value[_ON_DEVICE].to(device)
+    return value
 
 
 def _optimized(part: Any, model: Tree) -> list[tuple[Any, Tensor, Tensor]]:
@@ -102,7 +121,7 @@ def optimizer_settings(optimizer: Any, group: Any) -> dict[str, Any]:
         identity: settings for found in reversed(gathered) for identity, settings in found.items()
     }
     steps = _all_steps(optimizer, group)
-    scalers = [p.grad_scaler.state_dict() for p in engine.parts_of(optimizer) if _scaler(p)]
+    scalers = [scaler.state_dict() for scaler in loss_scalers(optimizer)]
     return {
         "groups": [
             {"identity": list(identity), "settings": settings}
@@ -133,10 +152,6 @@ def _all_steps(optimizer: Any, group: Any) -> set[float]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, local, group=group)
     return set().union(*gathered)
-
-
-def _scaler(part: Any) -> Any:
-    return getattr(part, "grad_scaler", None)
 
 
 # ------------------------------------------------------------------------------ loading
@@ -223,8 +238,9 @@ def load_optimizer(optimizer: Any, model: Tree, loaded: Tree, settings: Mapping[
             engine.set_distributed_state(part, state, step or 0)
         else:
             _load_plain_state(part, model, state, step)
-        if _scaler(part) and settings["grad_scaler"] is not None:
-            part.grad_scaler.load_state_dict(settings["grad_scaler"])
+    if settings["grad_scaler"] is not None:
+        for scaler in loss_scalers(optimizer):
+            scaler.load_state_dict(settings["grad_scaler"])
 
 
 def _load_settings(optimizer: Any, settings: Mapping[str, Any]) -> None:
@@ -254,6 +270,11 @@ def _load_plain_state(part: Any, model: Tree, state: Tree, step: float | None) -
             main.copy_(entries.pop(MAIN_PARAM, param))
         if entries and step is not None and engine.counts_in_state(part):
             entries.setdefault(STEP, engine.new_step(step, main, group_of[id(main)]))
+        for entry, kept in entries.items():
+            value = _in_place(kept, main.device)
+            dtype = engine.moment_dtype(part, entry, main)
+            known = dtype is not None and isinstance(value, Tensor)
+            entries[entry] = value.to(dtype) if known else value
         if entries:
             inner.state[main] = entries
         else:

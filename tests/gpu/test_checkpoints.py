@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Save(L.Callback):
-    """Saves in the middle, saves again what was resumed, and notes the memory held at the end."""
+    """Saves at the start and in the middle, saves again what was resumed, and notes the memory."""
 
     def __init__(self, path: Path | None, again: Path | None) -> None:
         self._path, self._again = path, again
@@ -52,6 +52,8 @@ class Save(L.Callback):
     def on_train_start(self, trainer, module) -> None:
         if self._again is not None:
             trainer.save_checkpoint(self._again)
+        if self._path is not None:  # before there is any state
+            trainer.save_checkpoint(self._path.with_name(f"{self._path.stem} at 0.ckpt"))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         if self._path is not None and trainer.global_step == SAVED:

@@ -62,9 +62,9 @@ def train_plainly(
             losses.append(loss.item())
             (loss / training.accumulate).backward()
         params = [param for param in model.parameters() if param.grad is not None]
+        norms.append(torch.nn.utils.clip_grad_norm_(params, clip or float("inf")).item())
         if training.clip_algorithm == "value":
             torch.nn.utils.clip_grad_value_(params, training.clip)
-        norms.append(torch.nn.utils.clip_grad_norm_(params, clip or float("inf")).item())
         optimizer.step()
         schedule.step()
     return losses, norms

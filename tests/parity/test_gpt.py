@@ -112,6 +112,8 @@ FP32 = [
     Case("ep2", "auto", {}, Training(experts=4)),
     Case("ep2", "overlap-buckets-groups-clip", {**ALL_OVERLAP, **SMALL_BUCKETS},
          Training(experts=4, optimizer="groups", clip=0.5)),
+    Case("ep2", "clip-by-value", {}, Training(experts=4, clip=1e-3, clip_algorithm="value")),
+    Case("ep2", "rmsprop-clip", {}, Training(experts=4, optimizer="rmsprop", clip=0.5)),
     Case("ep2dp4", "2mb-no-overlap", {**NO_OVERLAP, "micro_batch_size": 1}, Training(experts=4)),
     Case("tp2ep2", "accumulate", {}, Training(experts=4, accumulate=2)),
     Case("tp2etp2", "2mb", {"micro_batch_size": 4}, Training(experts=4)),

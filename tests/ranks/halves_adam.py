@@ -1,8 +1,8 @@
-"""TransformerEngine's fused Adam rewritten in torch, for the engine's code around it.
+"""TransformerEngine's fused optimizers rewritten in torch, for the engine's code around them.
 
-Only what the engine and this package call. It keeps main parameters as the real one does
+Only what the engine and this package call. Adam keeps main parameters as the real one does
 (transformer_engine/pytorch/optimizers/fused_adam.py), whole or as the 16 bits that the bf16
-parameter lacks; tests/gpu/test_optimizers.py has the real one.
+parameter lacks; tests/gpu/test_checkpoints.py has the real one.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class HalvesAdam(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights
+        self.exp_avg_dtype = self.exp_avg_sq_dtype = torch.float32
 
     def _halves(self, param: Tensor, name: str = "master_param") -> bool:
         bf16 = param.dtype == torch.bfloat16
@@ -88,8 +89,9 @@ class HalvesAdam(torch.optim.Optimizer):
         if not self.state[param]:
             self.initialize_state(param, self._halves(param))
         state, (first, second), step = self.state[param], group["betas"], group["step"]
+        assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
         main = state["master_param"] if self.master_weights else param
-        whole = join(param, main) if self._halves(param) else main.clone()
+        whole = join(param, main) if self._halves(param) else main.clone().float()
         mean = state["exp_avg"].lerp_(grad, 1 - first) / (1 - first**step)
         square = state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
         spread = (square / (1 - second**step)).sqrt() + group["eps"]
@@ -103,21 +105,35 @@ class HalvesAdam(torch.optim.Optimizer):
             param.copy_(whole)
 
 
+class FusedSGD(torch.optim.SGD):
+    """Steps parameters in fp32 and fp16, and no others (fused_sgd.py, step)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        unseen = [(p, p.grad) for p in params if p.dtype not in (torch.float32, torch.float16)]
+        for param, _ in unseen:
+            param.grad = None
+        super().step()
+        for param, grad in unseen:
+            param.grad = grad
+
+
 def use_in_engine() -> None:
-    """Lets the engine of this process take it for TransformerEngine's; there is no way back."""
+    """Lets the engine of this process take them for TransformerEngine's; there is no way back."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
     from lightning_mcore.switches import passed_on
 
     module: Any = ModuleType("transformer_engine.pytorch.optimizers")
-    module.FusedAdam = HalvesAdam
+    module.FusedAdam, module.FusedSGD = HalvesAdam, FusedSGD
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         sys.modules[name] = ModuleType(name)
     sys.modules[module.__name__] = module
     for place in (optimizer, distrib_optimizer, optimizer_config):
         for name, value in {
             "Adam": HalvesAdam,
+            "SGD": FusedSGD,
             "USING_PYTORCH_OPTIMIZER": False,
             "USING_APEX_OPTIMIZER": False,
             "USING_TE_OPTIMIZER": True,

@@ -36,6 +36,9 @@ class Poisoned(Blocks):
         if batch_idx == 0 and self.kind == "gradient" and layout.is_first_stage:
             weight = dict(self.named_parameters())["model.chunks.0.blocks.1.0.weight"]
             weight.register_hook(lambda grad: grad * self.factor)
+        if batch_idx == 0 and self.kind == "clipped" and layout.is_first_stage:
+            weight = dict(self.named_parameters())["model.chunks.0.blocks.1.0.weight"]
+            weight.register_hook(lambda grad: grad + (self.factor - 1.0))
         loss = super().training_step(batch, batch_idx)
         return loss * float("nan") if bad and self.kind == "loss" else loss
 
@@ -61,6 +64,12 @@ def outcome(layout: str, kind: str, policy: str, accumulate: int = 1) -> dict[st
         {**SIZES[layout], "nonfinite": policy, "micro_batch_size": 2},
         callbacks=[OptimizerStats(), spikes, seen],
         accumulate_grad_batches=accumulate,
+        # By value: Inf must not become a number first.
+        **(
+            {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
+            if kind == "clipped"
+            else {}
+        ),
     )
     error = None
     with warnings.catch_warnings(record=True) as caught:
@@ -85,7 +94,7 @@ CASES = [
     for layout in ("pp2", "dp2")
     for kind in ("loss", "gradient")
     for policy in ("error", "skip", "warn")
-]
+] + [("dp2", "clipped", "error"), ("dp2", "clipped", "skip")]
 
 
 def outcomes() -> list[dict[str, Any]]:

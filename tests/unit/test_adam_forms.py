@@ -103,3 +103,27 @@ def test_other_optimizers_are_left_alone():
     assert not adam_forms.initialize(part)
     with adam_forms.takes_whole_values(part) as sets_parameters:
         assert not sets_parameters
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_state_of_an_offloaded_optimizer_that_has_not_stepped():
+    """The engine has no function that makes it."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    from lightning_mcore._mcore.checkpointing import materialize
+    from lightning_mcore._mcore.cpu import CpuAdapter
+
+    param = torch.nn.Parameter(torch.ones(3))
+    with CpuAdapter():
+        inner = HybridDeviceOptimizer(
+            [{"params": [param]}],
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            lr=0.1,
+        )
+        assert not inner.state
+        materialize(SimpleNamespace(optimizer=inner, init_state_fn=None, config=None))
+    assert inner.state[param].keys() == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    assert float(inner.state[param]["step"]) == 0.0

@@ -58,14 +58,15 @@ def owned_state(part: Any, param: Tensor) -> dict[str, Tensor]:
 def initialize(part: Any) -> bool:
     """Gives an Adam of this module that has not stepped its state; whether it was one.
 
-    The engine's own ``init_state_fn`` does not tell the fused Adam how to keep main parameters
-    (optimizer/__init__.py) and fails, and there is none for the offloaded one.
+    The engine's own ``init_state_fn`` (optimizer/__init__.py) gives moments the dtype of
+    parameters, where the fused Adam keeps them in fp32 and fails with others; it does not tell it
+    how to keep main parameters, and fails; and there is none for the offloaded one.
     """
     inner = part.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
         _initialize_offloaded(inner)
         return True
-    if not getattr(inner, "master_weights", False):
+    if not hasattr(inner, "initialize_state"):
         return False
     takes_form = len(inspect.signature(inner.initialize_state).parameters) > 1
     for group in inner.param_groups:

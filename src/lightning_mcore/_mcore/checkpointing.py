@@ -256,7 +256,7 @@ def materialize(part: Any) -> None:
 
     Torch's Adam counts steps per parameter; an entry without a counter would fail in its next step.
     """
-    if part.init_state_fn is None or adam_forms.initialize(part):
+    if adam_forms.initialize(part) or part.init_state_fn is None:
         return
     part.init_state_fn(part.optimizer, part.config)
     if counts_in_state(part):
@@ -268,7 +268,29 @@ def materialize(part: Any) -> None:
 def counts_in_state(part: Any) -> bool:
     """Whether steps are counted per parameter (torch) rather than per group (fused optimizers)."""
     inner = part.optimizer
-    return isinstance(inner, HybridDeviceOptimizer) or type(inner).__module__.startswith("torch.")
+    return isinstance(inner, HybridDeviceOptimizer) or _is_of_torch(inner)
+
+
+def _is_of_torch(inner: Any) -> bool:
+    """Whether an optimizer is one of torch's own, or a subclass of one."""
+    modules = (kind.__module__ for kind in type(inner).__mro__)
+    # The last is that of the base class of all optimizers.
+    return any(m.startswith("torch.optim.") and m != "torch.optim.optimizer" for m in modules)
+
+
+def moment_dtype(part: Any, entry: str, param: Tensor) -> torch.dtype | None:
+    """Dtype in which an optimizer keeps a moment of a parameter; ``None`` if it is not known.
+
+    They differ for parameters in bf16: torch's moments are bf16 too, the fused Adam's fp32.
+    """
+    inner = part.optimizer
+    if not entry.startswith("exp_avg"):
+        return None
+    if hasattr(inner, f"{entry}_dtype"):
+        dtype: torch.dtype = getattr(inner, f"{entry}_dtype")
+        return dtype
+    # A subclass may keep them as it likes.
+    return param.dtype if type(inner).__module__.startswith("torch.optim.") else None
 
 
 def new_step(value: float, param: Tensor, group: dict[str, Any]) -> Tensor:

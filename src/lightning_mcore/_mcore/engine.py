@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     # states it once instead.
     warnings.simplefilter("ignore")
     from megatron.core import __version__ as _engine_version
+    from megatron.core import optimizer as engine_optimizer
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -40,7 +41,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+from lightning_mcore._mcore.chained import is_expert, measure_experts_apart, share_loss_scale
 from lightning_mcore._mcore.cuda_graphs import side_stream
+from lightning_mcore._mcore.patching import Patches
 from lightning_mcore.errors import ConfigurationError
 
 ENGINE_VERSION: str = _engine_version.split("+")[0]
@@ -65,8 +68,6 @@ def engine_version() -> tuple[int, ...]:
 
 def has_te_or_apex() -> bool:
     """Whether the engine found fused optimizers (TransformerEngine or Apex)."""
-    from megatron.core import optimizer as engine_optimizer
-
     return not engine_optimizer.USING_PYTORCH_OPTIMIZER
 
 
@@ -298,8 +299,14 @@ def build_optimizer(
     # DistributedOptimizer makes shards of fp32 parameters as views of them, without a `detach`
     # (distrib_optimizer.py, _build_model_and_main_param_groups). With a graph they would be tensors
     # of the kind that `clear_schedule_hooks` speaks of, and DDP would outlast a first collection.
-    with torch.no_grad():
-        return get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
+    with torch.no_grad(), ExitStack() as stack:
+        if not (config.bf16 or config.fp16):
+            # The fused SGD steps parameters in fp32 and fp16, and leaves those in bf16 as they are
+            # without a word (TransformerEngine, fused_sgd.py, step).
+            Patches(stack).replace(engine_optimizer, "SGD", torch.optim.SGD)
+        optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
+    share_loss_scale(optimizer)
+    return optimizer
 
 
 def wrap_torch_optimizer(
@@ -309,6 +316,8 @@ def wrap_torch_optimizer(
 
     Every rank calls it.
     """
+    # Before main parameters take the place of the model's.
+    experts = [is_expert(param) for group in optimizer.param_groups for param in group["params"]]
     if config.bf16 or config.fp16:
         scaler = None
         if config.fp16:
@@ -331,11 +340,19 @@ def wrap_torch_optimizer(
     inner.tp_group = parallel_state.get_tensor_model_parallel_group()
     # Chained even when alone, as get_megatron_optimizer does: its step reports the gradient norm
     # whether or not it clips.
-    return ChainedOptimizer([inner])
+    chain = ChainedOptimizer([inner])
+    measure_experts_apart(chain, experts)
+    return chain
 
 
-def clamp_gradients(chunks: Iterable[Any], limit: float) -> None:
-    """Limits every entry of the reduced gradients to ``[-limit, limit]``, in place."""
-    for chunk in chunks:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            buffer.grad_data.clamp_(-limit, limit)
+@torch.no_grad()
+def clamp_gradients(optimizer: MegatronOptimizer, limit: float) -> None:
+    """Limits every entry of the gradients to ``[-limit, limit]``, in place.
+
+    Those that the optimizer is about to use: reduced, without the loss scale.
+    """
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        # The second belongs to fused optimizers with main parameters of their own.
+        for grad in (param.grad, getattr(param, "decoupled_grad", None)):
+            if grad is not None:
+                grad.clamp_(-limit, limit)

@@ -1,0 +1,121 @@
+"""Optimizers and loss scales on GPUs that are other code there than on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+
+from lightning_mcore import MCoreStrategy
+from lightning_mcore._mcore.chained import loss_scalers
+from lightning_mcore.testing import run_ranks
+from tests.gpu.te_gpt import needs_gpus
+from tests.ranks.trainers import Blocks, block_weights, loader, make_blocks, numbered_rows
+
+pytestmark = needs_gpus(1)
+
+STEPS, SAVED, BATCH = 6, 3, 4
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=0.02),
+    "asgd": lambda module: torch.optim.ASGD(module.parameters(), lr=0.05),
+    "adafactor": lambda module: torch.optim.Adafactor(module.parameters(), lr=0.1),
+}
+CASES = [
+    ("sgd", "bf16-true"),
+    ("sgd", "32-true"),
+    ("sgd", "16-mixed"),
+    ("adamw", "bf16-true"),
+    ("adamw", "16-mixed"),
+    ("asgd", "32-true"),
+    ("adafactor", "32-true"),
+]
+
+
+class Save(L.Callback):
+    """Saves before the first step and in the middle, and notes the loss scale."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self.scales: list[float] = []
+
+    def on_train_start(self, trainer, module) -> None:
+        if self._folder is not None:
+            trainer.save_checkpoint(self._folder / "0.ckpt")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        scalers = loss_scalers(trainer.strategy._model_run.optimizer.engine)
+        self.scales += [float(scaler.scale) for scaler in scalers]
+        if self._folder is not None and trainer.global_step == SAVED:
+            trainer.save_checkpoint(self._folder / f"{SAVED}.ckpt")
+
+
+def train(
+    world: int, optimizer: str, precision: Any, folder: Path | None, resume: Path | None = None
+) -> tuple[dict[str, Tensor], list[float]]:
+    save, module = Save(folder), Blocks(OPTIMIZERS[optimizer])
+    # Large enough to overflow in the first steps.
+    scale = {"initial_loss_scale": 2.0**18, "hysteresis": 1} if precision == "16-mixed" else {}
+    trainer = L.Trainer(
+        accelerator="gpu",
+        devices=world,
+        strategy=MCoreStrategy(optimizer=scale),
+        precision=precision,
+        max_steps=STEPS,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[save],
+        plugins=[LightningEnvironment()],
+    )
+    data = numbered_rows(3 * STEPS * BATCH * world)
+    trainer.fit(module, loader(data, BATCH), ckpt_path=resume)
+    weights = {name: value.float().cpu() for name, value in block_weights(module).items()}
+    return weights, save.scales
+
+
+def all_runs(world: int, folder: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for case in CASES:
+        place = Path(folder) / "-".join(case)
+        found[case] = train(world, *case, place)
+        for saved in (0, SAVED):
+            found[case, saved] = train(world, *case, None, place / f"{saved}.ckpt")
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=needs_gpus(2))])
+def runs(request, tmp_path_factory) -> list[dict[Any, Any]]:
+    folder = str(tmp_path_factory.mktemp("optimizers"))
+    return run_ranks(all_runs, request.param, request.param, folder, timeout_s=280)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_every_parameter_moves(runs, case):
+    start = block_weights(make_blocks())
+    for found in runs:
+        weights, _ = found[case]
+        for name, value in weights.items():
+            assert value.isfinite().all()
+            assert not torch.equal(value, start[name].to(torch.bfloat16).float()), name
+            assert not torch.equal(value, start[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_resumed(runs, case):
+    """To the bit, on every rank, with the loss scale."""
+    for found in runs:
+        weights, scales = found[case]
+        for saved in (0, SAVED):
+            again, later = found[case, saved]
+            assert later == scales[len(scales) - len(later) :]
+            for name, value in weights.items():
+                torch.testing.assert_close(again[name], value, rtol=0, atol=0, msg=name)
