@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_mcore import _lightning
 from lightning_mcore.checkpoint import PendingSave, TrainState, load_checkpoint, start_save
+from lightning_mcore.data_check import warn_of_own_state
 from lightning_mcore.errors import CheckpointError, ConfigurationError
 from lightning_mcore.plain import manifest_names
 from lightning_mcore.processes import LayoutStrategy
@@ -43,6 +44,7 @@ class CheckpointStrategy(LayoutStrategy):
         self._pending: PendingSave | None = None
         self._can_resume = False
         """Whether the pending save holds all that training needs to go on."""
+        self._compared_state = False
 
     def _engine_context(self) -> AbstractContextManager[Any]:
         """In which the engine can be called; re-entered for a save after ``fit``."""
@@ -113,6 +115,9 @@ class CheckpointStrategy(LayoutStrategy):
             )
         self.finish_save()
         run = self._model_run
+        if not self._compared_state:
+            self._compared_state = True
+            warn_of_own_state(checkpoint, run.state)
         with_optimizer = bool(checkpoint.get("optimizer_states"))
         with self._engine_context(), self._progress.during("saving a checkpoint"):
             path = self.broadcast(str(filepath))
@@ -220,6 +225,8 @@ class CheckpointStrategy(LayoutStrategy):
                 groups=self.groups,
                 weights_only=weights_only,
             )
+        if run.weights is not None:
+            run.weights.remember()
         if fitting:
             self._progress.checkpoints.append(os.path.abspath(path))
             run.load_rank_state(state.extra)

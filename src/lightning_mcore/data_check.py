@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_mcore.batch import tensors_of
@@ -38,6 +40,33 @@ def check_same_batch(batch: Any, state: ParallelState) -> None:
                 " strategy.distributed_sampler_kwargs, and call lightning.seed_everything(...) if"
                 " the data are drawn at random."
             )
+
+
+def warn_of_own_state(checkpoint: Mapping[str, Any], state: ParallelState) -> None:
+    """Warns of tensors that differ between ranks where only rank zero's are saved.
+
+    A callback that keeps a moving average of its rank's parameters, for example, would get those of
+    rank zero back. Collective over the world, over gloo.
+
+    Args:
+        checkpoint: Lightning's dict, with what callbacks and ``on_save_checkpoint`` put there.
+        state: Groups.
+    """
+    elsewhere = ("callbacks", "loops", "state_dict", "optimizer_states")
+    entries = {key: value for key, value in checkpoint.items() if key not in elsewhere}
+    entries |= {f"callback {key}": v for key, v in (checkpoint.get("callbacks") or {}).items()}
+    mine = {key: fingerprint(value) for key, value in entries.items()}
+    gathered: list[Any] = [None] * state.layout.world_size
+    dist.all_gather_object(gathered, mine, group=state.groups.world_cpu)
+    differing = sorted(
+        key for key in mine if any(other.get(key) != mine[key] for other in gathered)
+    )
+    if differing:
+        rank_zero_warn(
+            f"Of {differing}, ranks hold different tensors, but a checkpoint keeps those of rank 0,"
+            " and all ranks get them back; gather what belongs to one rank, or keep it in the"
+            " model, of which every rank saves its part."
+        )
 
 
 def fingerprint(batch: Any) -> int:

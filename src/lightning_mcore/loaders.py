@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -206,6 +207,38 @@ class ResumableLoader(_LoaderAround):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Skips as many batches in the next epoch that is iterated."""
         self._skip = int(state_dict.get("batches", 0))
+
+
+class TrainLoaders:
+    """Training loaders of one run, and the start of the epoch that they resume."""
+
+    def __init__(self) -> None:
+        self._epoch_start: RandomState | None = None
+        self._made: list[ResumableLoader] = []
+
+    def wrap(self, trainer: pl.Trainer, loader: Any) -> Any:
+        """A training loader with a position, unless the loader keeps one itself."""
+        if saves_position(loader) and restores_order(loader):
+            return loader
+        resumable = ResumableLoader(loader, partial(position_in_epoch, trainer), self._epoch_start)
+        self._epoch_start = None
+        self._made.append(resumable)
+        return resumable
+
+    @property
+    def epoch_start(self) -> RandomState | None:
+        """Random state of this rank from which the running epoch's order was drawn."""
+        return self._made[-1].epoch_start if self._made else None
+
+    def resume(self, epoch_start: RandomState | None) -> None:
+        """Takes ``epoch_start`` from a checkpoint, before the first batch.
+
+        Loaders may exist by then: ``trainer.estimated_stepping_batches`` makes them when a schedule
+        is configured.
+        """
+        self._epoch_start = epoch_start
+        if self._made:
+            self._made[0].epoch_start, self._epoch_start = epoch_start, None
 
 
 def random_state(generators: Sequence[torch.Generator] = ()) -> RandomState:

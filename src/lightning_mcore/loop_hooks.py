@@ -21,7 +21,6 @@ from typing_extensions import override
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore._mcore.cuda_graphs import graph_safe_process
-from lightning_mcore._mcore.engine import clear_schedule_hooks
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
@@ -30,8 +29,9 @@ from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
 from lightning_mcore.environment.kept import kept_variables
 from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.hook_gradients import HookGradients, looks_at_gradients, why_not_whole
 from lightning_mcore.layout import Layout
-from lightning_mcore.loaders import agreeing_loader
+from lightning_mcore.loaders import TrainLoaders, agreeing_loader
 from lightning_mcore.metrics import replicated_metrics
 from lightning_mcore.parallel_state import (
     Groups,
@@ -75,6 +75,7 @@ class LoopStrategy(CheckpointStrategy):
         self._userbuffers: UserbuffersPlan | None = None
         self._exits = ExitStack()
         """Undoes, at teardown, what a run changed outside this object."""
+        self._train_loaders = TrainLoaders()
         self._sync_gradients = True
         self._checked_batch = False
         self._failed = False
@@ -101,6 +102,7 @@ class LoopStrategy(CheckpointStrategy):
         self.set_world_ranks()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer, self.lightning_module)
+        self._train_loaders = TrainLoaders()
         resolved = self._resolve(self.global_rank)
         self._layout, self._switches = resolved.layout, resolved.switches
         self._userbuffers = resolved.userbuffers
@@ -186,6 +188,8 @@ class LoopStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        make_optimizer = partial(self._make_optimizer, trainer) if fits else None
         self._run, facts = prepare_run(
             self._request,
             self.lightning_module,
@@ -193,17 +197,17 @@ class LoopStrategy(CheckpointStrategy):
             self.precision_plugin,
             self.root_device,
             self._progress,
-            make_optimizer=(
-                partial(self._make_optimizer, trainer)
-                if trainer.state.fn == TrainerFn.FITTING
-                else None
-            ),
+            make_optimizer=make_optimizer,
             userbuffers=self._userbuffers,
         )
+        self._run.train_loaders = self._train_loaders
         self._switches = self._run.switches
-        self._exits.callback(clear_schedule_hooks, self._run.chunks)
-        if self._run.graphs is not None:
-            self._exits.callback(self._run.graphs.delete)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if make_optimizer is not None and looks_at_gradients(self.lightning_module, callbacks):
+            sharded = bool(self._switches.use_distributed_optimizer.effective)
+            why_not = why_not_whole(self.layout, self.precision_plugin, sharded=sharded)
+            self._run.hook_gradients = HookGradients(self._run.chunks, why_not)
+        self._exits.callback(self._run.close)
         rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
         self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
         self._exits.enter_context(self._links_and_names(trainer))
@@ -229,12 +233,13 @@ class LoopStrategy(CheckpointStrategy):
         loader = agreeing_loader(dataloader, self._parallel_state)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return self._model_run.train_loader(trainer, loader) if trainer.training else loader
+        return self._train_loaders.wrap(trainer, loader) if trainer.training else loader
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self._finish_settled_save()
+        self._model_run.hook_gradients.hide()
         batch, *rest = args
         if self._release_schedulers is not None:
             self._release_schedulers()
@@ -286,6 +291,7 @@ class LoopStrategy(CheckpointStrategy):
         """Runs the hooks around the backward pass; the schedule has run the pass itself."""
         assert self.lightning_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self._model_run.hook_gradients.show()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     @override
@@ -293,15 +299,17 @@ class LoopStrategy(CheckpointStrategy):
         run = self._model_run
         assert run.optimizer is not None
         model = model or self.lightning_module
-        if run.optimizer.runs_torch_optimizer:
-            # The engine steps this very optimizer, once.
+        skipped = False
+
+        def step_engine() -> Any:
+            nonlocal skipped
             result = _lightning.run_closure(self.precision_plugin, model, optimizer, closure)
-        else:
-            # Finding no gradients on the parameters (they are in the engine's buffers), the user's
-            # optimizer runs the closure and changes nothing.
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        with self._progress.during("the optimizer step"):
-            skipped = run.optimizer_step().skipped
+            run.hook_gradients.hide()
+            with self._progress.during("the optimizer step"), torch.no_grad():
+                skipped = run.optimizer_step().skipped
+            return result
+
+        result = run.optimizer.through_torch(step_engine, **kwargs)
         self._progress.step += 1
         self._progress.enter("between steps (data, callbacks)")
         if skipped:
@@ -383,4 +391,5 @@ class LoopStrategy(CheckpointStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Pickles what the user asked for, not the processes and models of a run."""
         fresh = dict.fromkeys(("_state", "_run", "_release_schedulers", "_pending", "_monitor"))
-        return {**super().__getstate__(), **fresh, "_exits": ExitStack()}
+        new = {"_exits": ExitStack(), "_train_loaders": TrainLoaders()}
+        return {**super().__getstate__(), **fresh, **new}

@@ -102,6 +102,8 @@ class EngineOptimizer:
         _check_fits_shards(torch_optimizer, tensor_parallel)
         self.kind = optimizer_kind(torch_optimizer)
         self._torch = torch_optimizer
+        self._steps_engine = False
+        self._guard = torch_optimizer.register_step_pre_hook(self._check_steps_engine)
         self._chunks: list[Any] = list(chunks)
         groups = [group["params"] for group in torch_optimizer.param_groups]
         _check_all_optimized(groups, names)
@@ -126,6 +128,47 @@ class EngineOptimizer:
     def runs_torch_optimizer(self) -> bool:
         """Whether the engine steps the user's own optimizer object."""
         return self.kind == "other"
+
+    def close(self) -> None:
+        """Lets the user's optimizer step on its own again."""
+        self._guard.remove()
+
+    def through_torch(self, step: Callable[[], Any], **kwargs: Any) -> Any:
+        """Runs ``step``, which steps the engine, as the closure of the user's optimizer.
+
+        So the hooks of that optimizer run around the engine's step. Holding no gradients, it
+        changes nothing itself; where the engine steps this very optimizer, that is not done twice.
+        """
+
+        def without_grads_after() -> Any:
+            try:
+                return step()
+            finally:
+                # Also after a step that was left out.
+                self._drop_grads()
+
+        self._steps_engine = True
+        try:
+            if self.runs_torch_optimizer:
+                return step()
+            return self._torch.step(without_grads_after, **kwargs)
+        finally:
+            self._steps_engine = False
+
+    def _check_steps_engine(self, *_: Any) -> None:
+        if not self._steps_engine:
+            raise ConfigurationError(
+                "step() was called on the torch optimizer itself, which holds no gradients, so that"
+                " nothing would be trained; call step() of the optimizer that Lightning hands to"
+                " `optimizer_step`, not of its `.optimizer`."
+            )
+
+    def _drop_grads(self) -> None:
+        """Leaves the user's optimizer without gradients, so that its own step changes nothing."""
+        for group in self._torch.param_groups:
+            for param in group["params"]:
+                # The engine's fp32 step leaves its buffer there (optimizer.py, FP32Optimizer).
+                param.grad = None
 
     def zero_grad(self) -> None:
         """Clears the engine's gradient buffers, before the first batch of an optimizer step."""
@@ -191,6 +234,12 @@ class EngineOptimizer:
     def _copy_settings(self) -> None:
         for group in self.engine.param_groups:
             settings = self._torch.param_groups[group[engine.GROUP_LABEL]]
+            if self.kind == "adam" and settings["weight_decay"]:
+                raise ConfigurationError(
+                    f"`weight_decay` ({settings['weight_decay']}) of torch's Adam must not start at"
+                    " 0 and change later: the engine was built for none, and would decay weights as"
+                    " AdamW does; use AdamW, or a weight decay from the start."
+                )
             group.update(
                 {key: settings[key] for key in _COPIED if key in settings and key in group}
             )

@@ -191,8 +191,13 @@ class LayoutStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over data parallel unless told otherwise."""
-        return super().all_gather(tensor, group or self.groups.dp, sync_grads)
+        """Gathers over data parallel unless told otherwise.
+
+        ``LightningModule.all_gather`` says the world where the user said nothing.
+        """
+        if group is None or group is dist.group.WORLD:
+            group = self.groups.dp
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def barrier(self, name: str | None = None) -> None:

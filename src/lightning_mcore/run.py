@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -18,16 +17,18 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_mcore import _lightning, loaders
+from lightning_mcore import _lightning
 from lightning_mcore._mcore import engine
 from lightning_mcore.batch import batch_size, plan_evaluation, plan_training
 from lightning_mcore.context import SequenceShard, gather_sequences, sequence_length
 from lightning_mcore.environment import environment_text
-from lightning_mcore.errors import ConfigurationError, NonFiniteError
+from lightning_mcore.errors import NonFiniteError
 from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
 from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.header import Batch, format_header
+from lightning_mcore.hook_gradients import HookGradients
+from lightning_mcore.loaders import TrainLoaders
 from lightning_mcore.metrics import MetricPaths, set_batch_value
 from lightning_mcore.nonfinite import NonFinite, report
 from lightning_mcore.optimizer import EngineOptimizer, StepStats
@@ -39,6 +40,7 @@ from lightning_mcore.schedule import StepFunction, StepRunner
 from lightning_mcore.stage import Pipeline
 from lightning_mcore.step_log import ALREADY_REDUCED, LOSS, LogExchange, StepLog
 from lightning_mcore.switches import Facts, Switches
+from lightning_mcore.trained_weights import TrainedWeights
 from lightning_mcore.userbuffers_plan import UserbuffersPlan
 from lightning_mcore.version import package_versions
 from lightning_mcore.watch.progress import Progress
@@ -82,11 +84,13 @@ class ModelRun:
     nonfinite: NonFinite = "error"
     skipped_steps: int = 0
     """Optimizer steps that changed no parameter."""
+    hook_gradients: HookGradients = field(default_factory=HookGradients)
+    """What hooks see of gradients, where there are hooks that may look."""
     requeue_wanted: bool = False
     """Whether ranks stop to be queued again."""
-    epoch_start: loaders.RandomState | None = None
-    """From a checkpoint, for the training loader that continues its epoch."""
-    _train_loaders: list[loaders.ResumableLoader] = field(default_factory=list)
+    train_loaders: TrainLoaders = field(default_factory=TrainLoaders)
+    weights: TrainedWeights | None = None
+    """When fitting, the parameters as the engine took them over."""
     _shard: SequenceShard = field(init=False)
     _runner: StepRunner = field(init=False)
     _exchange: LogExchange = field(init=False)
@@ -95,8 +99,6 @@ class ModelRun:
     _starts_accumulation: bool = True
     _skips_step: bool = False
     _losses: list[Tensor] = field(default_factory=list)
-    _parameters: list[nn.Parameter] = field(default_factory=list)
-    _num_trainable: int = 0
     _hooks_wanted: bool = False
     _hooks_on: bool = False
 
@@ -113,8 +115,6 @@ class ModelRun:
                 self.device, self.state.seed + _SEEDS_PER_RUN * (1 + layout.pp_rank) + part
             )
         self._metric_paths = MetricPaths(self.module)
-        self._parameters = [param for chunk in self.inner for param in chunk.parameters()]
-        self._num_trainable = sum(param.requires_grad for param in self._parameters)
         shard_batch = getattr(self.module, "shard_batch", None)
         self._shard = SequenceShard(layout.cp, layout.cp_rank, self.seq_length, shard_batch)
         self._runner = StepRunner(
@@ -133,6 +133,7 @@ class ModelRun:
         )
         if self.optimizer is not None:
             self.optimizer.on_nonfinite = self._on_nonfinite
+            self.weights = TrainedWeights(self.inner)
         self._exchange = LogExchange(
             self.state.groups.world_cpu,
             is_source=layout.is_last_stage and layout.tp_rank == 0,
@@ -143,6 +144,15 @@ class ModelRun:
     def is_native(self) -> bool:
         """Whether the model is made of plain torch modules rather than Megatron layers."""
         return self.pipeline is None or self.pipeline.native
+
+    def close(self) -> None:
+        """Undoes what the run changed in the user's objects and left to the engine's."""
+        self.hook_gradients.drop()
+        if self.optimizer is not None:
+            self.optimizer.close()
+        if self.graphs is not None:
+            self.graphs.delete()
+        engine.clear_schedule_hooks(self.chunks)
 
     def train_step(self, step: StepFunction, batch: Any, *, accumulate: int, sync: bool) -> Any:
         """Forward and backward of one batch, and its log.
@@ -160,7 +170,9 @@ class ModelRun:
         assert self.optimizer is not None, "fit builds the optimizer before the first step"
         if self._starts_accumulation:
             self._losses = []
-            self._check_trainable()
+            if self.weights is not None and self.weights.check():
+                # By on_fit_start, for example: main parameters would undo it in the first step.
+                self.optimizer.engine.reload_model_params()
             self.optimizer.zero_grad()
             if self.graphs is not None:
                 self.graphs.start_step(self.set_hooks, self._hooks_on)
@@ -277,6 +289,8 @@ class ModelRun:
         """Makes weights whole and shares buffers; collective over the data-parallel groups."""
         self.set_hooks(False)
         self.share_buffers()
+        if self.weights is not None:
+            self.weights.look_again()
 
     def share_buffers(self) -> None:
         """Gives every data-parallel rank the buffers of rank zero, in plain torch modules.
@@ -296,37 +310,16 @@ class ModelRun:
         if self._hooks_on:
             engine.gather_parameters(self.chunks)
 
-    def _check_trainable(self) -> None:
-        now = sum(param.requires_grad for param in self._parameters)
-        if now != self._num_trainable:
-            raise ConfigurationError(
-                f"{now} parameters require gradients, but {self._num_trainable} did at the start of"
-                " fit, from which the engine's gradient buffers and optimizer were built; choose"
-                " them before fit, and give phases in which some shall not change a learning rate"
-                " of 0."
-            )
-
-    def train_loader(self, trainer: pl.Trainer, loader: Any) -> Any:
-        """A training loader with a position, unless the loader keeps one itself."""
-        if loaders.saves_position(loader) and loaders.restores_order(loader):
-            return loader
-        resumable = loaders.ResumableLoader(
-            loader, partial(loaders.position_in_epoch, trainer), self.epoch_start
-        )
-        self.epoch_start = None
-        self._train_loaders.append(resumable)
-        return resumable
-
     def rank_state(self) -> dict[str, Any]:
         """What this rank alone knows and an exact resume needs."""
         return {
             "chunk streams": None if self.randomness is None else self.randomness.state_dict(),
-            "epoch start": self._train_loaders[-1].epoch_start if self._train_loaders else None,
+            "epoch start": self.train_loaders.epoch_start,
         }
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restores ``rank_state`` of the same rank at the same layout."""
-        self.epoch_start = state.get("epoch start")
+        self.train_loaders.resume(state.get("epoch start"))
         if self.randomness is not None and state.get("chunk streams") is not None:
             self.randomness.load_state_dict(state["chunk streams"])
 
@@ -372,7 +365,14 @@ class ModelRun:
         """
         loss = None
         with self.progress.during("the exchange of logs"):
-            logs = self._exchange(log, want_stop=self.signals.pending if self.signals else 0)
+            logs = self._exchange(
+                log,
+                want_stop=self.signals.pending if self.signals else 0,
+                ends_training=self.module.trainer.should_stop,
+            )
+        if self._exchange.training_ends:
+            # Set behind the model call, which one stage reaches, or on one replica.
+            self.module.trainer.should_stop = True
         if self.signals is not None and self._exchange.stop_wanted and may_stop:
             self.signals.received_sigterm = True
             self.requeue_wanted = self._exchange.stop_wanted == _lightning.REQUEUE

@@ -237,32 +237,37 @@ class LogExchange:
         """Keys of the last two steps, if they were the same; alike on every rank."""
         self.stop_wanted = 0
         """The highest vote at the latest exchange; alike on every rank."""
+        self.training_ends = False
+        """Whether any rank said so at the latest exchange; alike on every rank."""
 
-    def __call__(self, log: StepLog, *, want_stop: int = 0) -> list[Logged]:
+    def __call__(
+        self, log: StepLog, *, want_stop: int = 0, ends_training: bool = False
+    ) -> list[Logged]:
         """Reduces ``log`` over the world; every rank calls it after each step's schedule.
 
         Args:
             log: Of this rank.
             want_stop: This rank's vote for ``stop_wanted``, 0 to go on.
+            ends_training: This rank's vote for ``training_ends``.
         """
         entries = log.entries if self._is_source else {}
         mine = tuple(entries)
         if dist.get_world_size() == 1:
-            self.stop_wanted = want_stop
+            self.stop_wanted, self.training_ends = want_stop, ends_training
             return self._reduce(mine, entries)
         low = torch.iinfo(torch.int64).min
         digest = _digest(mine)
         # One MAX finds both ends: the largest digest, and the smallest as a negated one. Ranks that
         # have no say send the neutral element.
-        ends = [digest, -digest] if self._is_source else [low, low]
-        votes = torch.tensor([*ends, int(want_stop)])
+        bounds = [digest, -digest] if self._is_source else [low, low]
+        votes = torch.tensor([*bounds, int(want_stop), int(ends_training)])
         vote = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._world_cpu, async_op=True)
         guess = self._guess
         logged = self._reduce(guess, entries) if guess is not None else []
         assert vote is not None, "every rank is a member of the world"
         vote.wait()
-        highest, negated, stop = votes.tolist()
-        self.stop_wanted = stop
+        highest, negated, self.stop_wanted, ends = votes.tolist()
+        self.training_ends = bool(ends)
         keys = self._agree(mine, highest, -negated)
         if keys != guess:
             logged = self._reduce(keys, entries)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_mcore.errors import ConfigurationError
 
@@ -36,6 +38,19 @@ def check_trainer(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         raise ConfigurationError(
             "`backward` is overridden, but the engine's schedule runs the backward pass of every"
             " microbatch itself; scale or combine losses in training_step instead."
+        )
+    if is_overridden("optimizer_zero_grad", module, pl.LightningModule):
+        rank_zero_warn(
+            "`optimizer_zero_grad` is overridden, but the engine clears its gradients before each"
+            " step whatever it does; use Trainer(accumulate_grad_batches=...) to keep them over"
+            " several batches."
+        )
+    checkpoint_io = type(trainer.strategy.checkpoint_io)
+    if checkpoint_io is not TorchCheckpointIO:
+        raise ConfigurationError(
+            f"Plugin {checkpoint_io.__name__} would not be asked: checkpoints are directories of"
+            " shards, which all ranks write; leave it out (MCoreStrategy(async_save=True) writes"
+            " beside training)."
         )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise ConfigurationError(

@@ -37,6 +37,7 @@ LAYERS = [
     {"graphs"},
     {"step_log", "step_output", "schedule", "outputs", "data_check", "metrics", "loaders"},
     {"optimizer", "precision"},
+    {"hook_gradients", "trained_weights"},
     {"wrapping", "state_dict", "optimizer_state", "checkpoint_files"},
     {"agreement"},
     {"checkpoint_save"},
