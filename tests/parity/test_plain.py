@@ -41,9 +41,10 @@ class Plain(L.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if isinstance(self.trainer.strategy, MCoreStrategy):
+            return  # With the distributed optimizer a rank does not hold the whole gradient.
         grads = [p.grad.float().norm() for p in self.parameters() if p.grad is not None]
-        if grads:
-            self.norms.append(torch.stack(grads).norm().item())
+        self.norms.append(torch.stack(grads).norm().item())
 
     def configure_optimizers(self) -> Any:
         optimizer = OPTIMIZERS[self.training_plan.optimizer](self.named_parameters())
