@@ -36,6 +36,7 @@ from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.experts import ExpertRequest, check_expert_config, choose_experts
 from lightning_mcore.findings import Findings, raise_errors
 from lightning_mcore.graphs import LayerGraphs
+from lightning_mcore.hook_gradients import looks_at_gradients
 from lightning_mcore.layout import Layout, resolve_layout
 from lightning_mcore.nonfinite import NonFinite
 from lightning_mcore.optimizer import build_training, optimizer_kind
@@ -140,6 +141,7 @@ class Request:
         *,
         native: bool | None = None,
         optimizer: str | None = None,
+        hooks_see_gradients: bool = False,
     ) -> Facts:
         """What is known about installation, hardware, model and optimizer; ``None`` if not yet."""
         return Facts(
@@ -155,6 +157,7 @@ class Request:
             has_einops=find_spec("einops") is not None,
             torch_norms_only=self.torch_norms_only,
             per_token_loss=self.per_token_loss,
+            hooks_see_gradients=hooks_see_gradients,
             dims=dataclasses.replace(self.dims, seq_length=self.seq_length or self.dims.seq_length),
             topology=self.topology,
             environment={k: v for k, v in os.environ.items() if k.startswith(_READ_BY_LIBRARIES)},
@@ -305,6 +308,7 @@ def prepare_run(
         device,
         native=native,
         optimizer=kind,
+        hooks_see_gradients=looks_at_gradients(module, module.trainer.callbacks),  # type: ignore[attr-defined]
     )
     switches, findings = plan_switches(request.switches, layout, facts)
     experts, of_experts = choose_experts(request.experts, layout, facts)

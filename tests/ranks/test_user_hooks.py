@@ -76,6 +76,13 @@ class LogsNorm(Plain):
         self.log_dict(grad_norm(self.model, 2))
 
 
+class LogsNormOfAdam(LogsNorm):
+    """Whose state "auto" would shard, were it not for the hook."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
 class LooksBeforeStepping(Plain):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer_closure()
@@ -109,6 +116,7 @@ LIKE_ONE_PROCESS = [
     Scales,
     Assigns,
     LogsNorm,
+    LogsNormOfAdam,
     LooksBeforeStepping,
     ClampsInStepHook,
     OneCycle,
@@ -193,7 +201,8 @@ def on_two_replicas():
     errors = []
     for model_class in REFUSED:
         module = model_class()
-        trainer = make_trainer({}, val_check_interval=1)
+        sharded = {"use_distributed_optimizer": True} if "Shards" in model_class.__name__ else {}
+        trainer = make_trainer(sharded, val_check_interval=1)
         errors.append(
             refused(lambda m=module, t=trainer: t.fit(m, loader(rows, 4), loader(rows, 8)))
         )

@@ -56,6 +56,10 @@ def use_distributed_optimizer(
             return Switch(name, asked, True, "use_precision_aware_optimizer needs it", "assert")
         if copies(layout) == 1:
             return Switch(name, asked, False, copies_text(layout, "shard"))
+        if facts.native_model and facts.hooks_see_gradients:
+            # As under DDP, where such modules come from; else the hook's use would be an error.
+            reason = "hooks between backward pass and step may want whole gradients"
+            return Switch(name, asked, False, reason)
         kind = f" with {facts.optimizer}" if facts.optimizer else ""
         return Switch(name, asked, True, copies_text(layout) + kind, "recipe")
     idle = f"; {copies_text(layout, 'shard')}" if asked and copies(layout) == 1 else ""

@@ -54,6 +54,8 @@ class Facts:
     parallelism on GPUs whatever is installed."""
     per_token_loss: bool = False
     """Whether steps tell the tokens behind their loss, by which gradients are then divided."""
+    hooks_see_gradients: bool = False
+    """Whether code of the user's runs between the backward pass and the optimizer step."""
     dims: ModelDims = field(default_factory=ModelDims)
     """Dimensions that the LightningModule declares."""
     topology: Topology | None = None
