@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_mcore._lightning import limit_threads
 
 Around = Callable[..., Any]
 """Called with a Trainer's entry point and its arguments, to call it."""
 
 _READ_AT_CUDA_START = {"CUDA_DEVICE_MAX_CONNECTIONS"}
-
-
 OBSERVE_S = 1.0
 """How often the launching process looks at the ranks that it started."""
 
@@ -62,7 +61,7 @@ class _StartingLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         self._call_children_scripts()
         _PatientObserver(self.procs, self._patience_s).start()
-        _set_num_threads_if_needed(self.num_processes)
+        limit_threads(self.num_processes)
         return self._around(function, *args, **kwargs)
 
     def _call_children_scripts(self) -> None:

@@ -29,7 +29,7 @@ from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
 from lightning_mcore.environment.kept import kept_variables
 from lightning_mcore.errors import NotInitializedError
-from lightning_mcore.hook_gradients import HookGradients, looks_at_gradients, why_not_whole
+from lightning_mcore.hook_gradients import HookGradients, why_not_whole
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import TrainLoaders, agreeing_loader
 from lightning_mcore.metrics import replicated_metrics
@@ -189,7 +189,6 @@ class LoopStrategy(CheckpointStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
-        make_optimizer = partial(self._make_optimizer, trainer) if fits else None
         self._run, facts = prepare_run(
             self._request,
             self.lightning_module,
@@ -197,13 +196,12 @@ class LoopStrategy(CheckpointStrategy):
             self.precision_plugin,
             self.root_device,
             self._progress,
-            make_optimizer=make_optimizer,
+            make_optimizer=partial(self._make_optimizer, trainer) if fits else None,
             userbuffers=self._userbuffers,
         )
         self._run.train_loaders = self._train_loaders
         self._switches = self._run.switches
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if make_optimizer is not None and looks_at_gradients(self.lightning_module, callbacks):
+        if fits and facts.hooks_see_gradients:
             sharded = bool(self._switches.use_distributed_optimizer.effective)
             why_not = why_not_whole(self.layout, self.precision_plugin, sharded=sharded)
             self._run.hook_gradients = HookGradients(self._run.chunks, why_not)
@@ -299,20 +297,18 @@ class LoopStrategy(CheckpointStrategy):
         run = self._model_run
         assert run.optimizer is not None
         model = model or self.lightning_module
-        skipped = False
 
         def step_engine() -> Any:
-            nonlocal skipped
             result = _lightning.run_closure(self.precision_plugin, model, optimizer, closure)
             run.hook_gradients.hide()
             with self._progress.during("the optimizer step"), torch.no_grad():
-                skipped = run.optimizer_step().skipped
+                run.optimizer_step()
             return result
 
         result = run.optimizer.through_torch(step_engine, **kwargs)
         self._progress.step += 1
         self._progress.enter("between steps (data, callbacks)")
-        if skipped:
+        if run.stats is not None and run.stats.skipped:
             # As with torch.amp: a schedule counts steps that changed parameters.
             self._release_schedulers = _lightning.hold_step_schedulers(self.lr_scheduler_configs)
         return result

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mcore._mcore import groups as engine_groups
+from lightning_mcore._mcore.chained import is_expert
 from lightning_mcore.layout import Layout
 
 _SEED_STRIDE_PER_STAGE = 100
@@ -209,12 +210,12 @@ def count_parameters(chunks: Sequence[nn.Module], state: ParallelState) -> tuple
         for param in chunk.parameters():
             mine += param.numel()
             split = bool(getattr(param, "tensor_model_parallel", False))
-            if getattr(param, "allreduce", True):
-                first_copy = layout.dp_rank == layout.cp_rank == 0
-                split = split or layout.tp_rank == 0
-            else:  # of an expert, whose copies lie on another grid
+            if is_expert(param):  # whose copies lie on another grid
                 first_copy = layout.edp_rank == 0
                 split = split or layout.rank % layout.etp == 0
+            else:
+                first_copy = layout.dp_rank == layout.cp_rank == 0
+                split = split or layout.tp_rank == 0
             # A tied output layer is a second copy of the first stage's embedding.
             tied_copy = getattr(param, "shared", False) and not layout.is_first_stage
             if first_copy and split and not tied_copy:

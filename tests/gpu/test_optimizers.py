@@ -12,11 +12,17 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
-from lightning_mcore import MCoreStrategy
 from lightning_mcore._mcore.chained import loss_scalers
 from lightning_mcore.testing import run_ranks
 from tests.gpu.te_gpt import needs_gpus
-from tests.ranks.trainers import Blocks, block_weights, loader, make_blocks, numbered_rows
+from tests.ranks.trainers import (
+    Blocks,
+    block_weights,
+    loader,
+    make_blocks,
+    make_trainer,
+    numbered_rows,
+)
 
 pytestmark = needs_gpus(1)
 
@@ -62,17 +68,11 @@ def train(
     save, module = Save(folder), Blocks(OPTIMIZERS[optimizer])
     # Large enough to overflow in the first steps.
     scale = {"initial_loss_scale": 2.0**18, "hysteresis": 1} if precision == "16-mixed" else {}
-    trainer = L.Trainer(
+    trainer = make_trainer(
+        {"optimizer": scale},
         accelerator="gpu",
-        devices=world,
-        strategy=MCoreStrategy(optimizer=scale),
         precision=precision,
         max_steps=STEPS,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[save],
         plugins=[LightningEnvironment()],
     )

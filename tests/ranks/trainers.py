@@ -47,6 +47,7 @@ def world_size() -> int:
 def make_trainer(strategy: Mapping[str, Any], **options: Any) -> L.Trainer:
     """A quiet Trainer over all ranks with an MCoreStrategy; ``options`` go to the Trainer."""
     defaults = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -55,7 +56,6 @@ def make_trainer(strategy: Mapping[str, Any], **options: Any) -> L.Trainer:
         "max_epochs": 1,
     }
     return L.Trainer(
-        accelerator="cpu",
         devices=world_size(),
         strategy=MCoreStrategy(**strategy),
         **{**defaults, **options},

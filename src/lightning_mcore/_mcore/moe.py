@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.router import TopKRouter
 
+from lightning_mcore._mcore.chained import is_expert
 from lightning_mcore._mcore.engine import engine_version
 
 LOSS_NAMES = (
@@ -42,7 +43,7 @@ def mark_expert_parameters(chunks: Iterable[nn.Module], *, tp: int, etp: int) ->
         return
     for chunk in chunks:
         for param in chunk.parameters():
-            if not getattr(param, "allreduce", True):
+            if is_expert(param):
                 param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
