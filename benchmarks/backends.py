@@ -30,7 +30,7 @@ from modules import ddp_strategy, engine_module, fsdp_strategy, torch_module
 from gpt import batches
 from lightning_mcore import MCoreStrategy
 from lightning_mcore._mcore.cuda_graphs import forget_graphs
-from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
+from lightning_mcore._mcore.te_bindings import te_stands_in_for_apex
 from lightning_mcore.config import ParallelSizes
 from lightning_mcore.layout import resolve_layout
 from lightning_mcore.stage import stages_of

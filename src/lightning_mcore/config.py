@@ -193,7 +193,7 @@ class SwitchRequest:
     def userbuffers(self) -> TPCommOverlap:
         """Settings of userbuffers, wherever they are on."""
         asked = self.tp_comm_overlap
-        return asked if isinstance(asked, TPCommOverlap) else TPCommOverlap()
+        return asked if isinstance(asked, TPCommOverlap) else TPCommOverlap.rings()
 
 
 _COUNTS = (

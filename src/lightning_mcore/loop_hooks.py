@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore._mcore.cuda_graphs import graph_safe_process
+from lightning_mcore._mcore.te_bindings import te_split_of_qkv, te_stands_in_for_apex
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
-from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
@@ -115,6 +115,7 @@ class LoopStrategy(CheckpointStrategy):
         graphs = self._switches.cuda_graphs.effective is not False
         if graphs:
             self._exits.enter_context(graph_safe_process())
+        self._exits.enter_context(te_split_of_qkv())
         if resolved.te_wgrad:
             self._exits.enter_context(te_stands_in_for_apex())
         self._state = init_parallel_state(

@@ -59,10 +59,10 @@ class MCoreStrategy(LoopStrategy):
             Needs ``tp >= 2`` and Megatron layers; must be on with ``ep > 1``. Saves memory; the
             header shows it.
         tp_comm_overlap: Hides tensor-parallel transfers under matrix products (userbuffers):
-            ``True`` for TransformerEngine's default methods, or a ``TPCommOverlap``. Needs GPUs,
-            layers of TransformerEngine, ``tp >= 2`` in one NVLink domain, ``sequence_parallel``,
-            ``micro_batch_size``, ``model_dims['hidden_size']`` and the sequence length (here or
-            there); every microbatch then has that shape.
+            ``True`` for rings everywhere, ``TPCommOverlap()`` for TransformerEngine's own methods,
+            or one with others. Needs GPUs, layers of TransformerEngine, ``tp >= 2`` in one NVLink
+            domain, ``sequence_parallel``, ``micro_batch_size``, ``model_dims['hidden_size']`` and
+            the sequence length (here or there); every microbatch then has that shape.
         overlap_grad_reduce: Reduces gradients bucket by bucket during the backward pass. Needs a
             gradient for every parameter in every step. Helps with ``dp x cp > 1``; in a profile,
             reduce-scatters run beside the backward pass, from the second step on.

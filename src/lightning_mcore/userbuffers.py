@@ -146,6 +146,8 @@ class GemmOverlap:
 class TPCommOverlap:
     """Hides tensor-parallel transfers under GEMMs with TransformerEngine's userbuffers.
 
+    Without arguments, as TransformerEngine does by default.
+
     Raises:
         ConfigurationError: If a GEMM is unknown, its method cannot do its transfer, or entries
             contradict each other or the switches below.
@@ -192,6 +194,17 @@ class TPCommOverlap:
                 "`tp_comm_overlap` has `all_gather`, `reduce_scatter`, `bulk_dgrad` and"
                 " `bulk_wgrad` all False, which hides nothing; use tp_comm_overlap=False."
             )
+
+    @classmethod
+    def rings(cls) -> TPCommOverlap:
+        """Every transfer around the ring of ranks, also of what column layers hand back.
+
+        What ``tp_comm_overlap=True`` means. Of the settings that were measured it was the fastest
+        (benchmarks/RESULTS.md); TransformerEngine's own, ``TPCommOverlap()``, were slower than no
+        overlap there.
+        """
+        scattering = [name for name, methods in _ALLOWED.items() if len(methods) > 1]
+        return cls(gemms=dict.fromkeys(scattering, GemmOverlap(method="ring_exchange")))
 
     @property
     def rs_dgrad(self) -> bool:

@@ -17,7 +17,8 @@ SPLIT = {"tp": 2, "sequence_parallel": True}
 RING = GemmOverlap(method="ring_exchange")
 
 SETTINGS: dict[str, Any] = {
-    "defaults": True,
+    "rings": True,
+    "TransformerEngine's own": TPCommOverlap(),
     "bulk only": TPCommOverlap(all_gather=False, reduce_scatter=False),
     "ring reduce-scatter": TPCommOverlap(gemms={"proj_fprop": RING, "fc2_fprop": RING}),
     "two splits": TPCommOverlap(

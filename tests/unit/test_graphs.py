@@ -12,14 +12,12 @@ import pytest
 import torch
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import layers as engine_layers
 from megatron.core.transformer import cuda_graphs as engine_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from lightning_mcore._mcore import cuda_graphs, engine
-from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
 from lightning_mcore.config import ParallelSizes
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.graphs import LayerGraphs
@@ -289,20 +287,6 @@ def test_the_engine_has_what_capture_uses() -> None:
     assert set(arguments) >= {
         "rank", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_parallel_size"
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_engine_loses_its_stand_in_for_apex(fails: bool) -> None:
-    before = dict(vars(engine_layers))
-    try:
-        with te_stands_in_for_apex():
-            assert engine_layers._grad_accum_fusion_available
-            assert callable(engine_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32)
-            if fails:
-                raise KeyError
-    except KeyError:
-        assert fails
-    assert dict(vars(engine_layers)) == before
 
 
 @pytest.mark.parametrize(("launch", "calls"), [("cudaLaunchKernel", 1), ("cudaGraphLaunch", 0)])

@@ -293,6 +293,14 @@ class TestTransformerEngine:
         assert (kind, shape, transfer) == ("chunks", [8192, 8192], "RS")
         assert "bfloat16" in str(dtype)
 
+    def test_rings(self, te):
+        """What True means; the buffers of wgrad GEMMs, which then hide nothing, are made anyhow."""
+        made = te.buffers(plan(TPCommOverlap.rings()))
+        made = {name: made[name, mode] for name, mode in made if not name.endswith("wgrad")}
+        assert {kind for kind, *_ in made.values()} == {"ring"}
+        scattering = {"proj_fprop", "fc2_fprop", "qkv_dgrad", "fc1_dgrad"}
+        assert {name for name, (_, _, _, way, _) in made.items() if way == "RS"} == scattering
+
     def test_every_method_of_every_gemm(self, te):
         for name, methods in _ALLOWED.items():
             for method in methods:
@@ -425,6 +433,25 @@ class TestSwitch:
         assert switch.effective is True
         assert switch.requested is True
         assert not errors
+
+    @pytest.mark.parametrize("request_", [{"tp_comm_overlap": True}, {"comm": "max"}])
+    def test_true_means_rings(self, request_):
+        asked = SwitchRequest(**request_).userbuffers
+        assert asked == TPCommOverlap.rings()
+        methods = {name: entry.method for name, entry in asked.gemms.items()}
+        assert methods == dict.fromkeys(
+            ("proj_fprop", "fc2_fprop", "qkv_dgrad", "fc1_dgrad"), "ring_exchange"
+        )
+        assert userbuffers_fields(asked) | {"tp_comm_bootstrap_backend": ""} == {
+            "tp_comm_overlap": True,
+            "tp_comm_overlap_ag": True,
+            "tp_comm_overlap_rs": True,
+            "tp_comm_overlap_rs_dgrad": True,
+            "tp_comm_bulk_dgrad": False,
+            "tp_comm_bulk_wgrad": False,
+            "tp_comm_bootstrap_backend": "",
+        }
+        assert SwitchRequest(tp_comm_overlap=TPCommOverlap()).userbuffers.gemms == {}
 
     def test_auto_is_on_only_at_the_most(self):
         assert not self.decide({})[0].effective

@@ -19,7 +19,7 @@ def gradient_accumulation_fusion(
 
     TransformerEngine's layers do it themselves. The engine's own linear layers, of which a GPT has
     its output layer, call a kernel of Apex (tensor_parallel/layers.py); without Apex,
-    ``_mcore/wgrad.py`` lets TransformerEngine's matrix product stand in.
+    ``_mcore/te_bindings.py`` lets TransformerEngine's matrix product stand in.
     """
     name, asked = "gradient_accumulation_fusion", request.gradient_accumulation_fusion
     obstacles = []

@@ -1,14 +1,18 @@
-"""TransformerEngine's matrix product in place of Apex's kernel: gradients in double precision."""
+"""Functions of TransformerEngine that the engine is lent: what they compute, and that they run."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
+from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 
-from tests.gpu.te_gpt import needs_gpus
+from lightning_mcore.testing import run_ranks
+from tests.gpu.te_gpt import LAYERS, needs_gpus, te_train
 
 pytestmark = needs_gpus(1)
 
@@ -41,7 +45,7 @@ def linear(inputs: Any, weight: Any, *, fused: bool) -> Any:
 @pytest.mark.parametrize("shape", [(TOKENS, 1), (TOKENS // 4, 4)])
 def test_sums_are_those_of_the_unfused_path(dtype, shape):
     """Fused sums are exact but for sums in fp32 and roundings to the buffer's dtype."""
-    from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
+    from lightning_mcore._mcore.te_bindings import te_stands_in_for_apex
 
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -82,9 +86,44 @@ def test_sums_are_those_of_the_unfused_path(dtype, shape):
 def test_the_engine_is_as_before_at_the_end():
     from megatron.core.tensor_parallel import layers
 
-    from lightning_mcore._mcore.wgrad import te_stands_in_for_apex
+    from lightning_mcore._mcore.te_bindings import te_stands_in_for_apex
 
     before = dict(vars(layers))
     with te_stands_in_for_apex():
         assert layers._grad_accum_fusion_available
     assert dict(vars(layers)) == before
+
+
+class Copies(L.Callback):
+    """Counts the kernels of one step that join tensors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if batch_idx == 3:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if batch_idx == 3:
+            torch.cuda.synchronize()
+            self._profiler.stop()
+            self.count = sum("CatArray" in event.name for event in self._profiler.events())
+
+
+def train_with_split(*, lent: bool) -> Any:
+    copies = Copies()
+    without = mock.patch("lightning_mcore.loop_hooks.te_split_of_qkv", contextlib.nullcontext)
+    with contextlib.nullcontext() if lent else without:
+        seen = te_train(1, {"micro_batch_size": 4}, callbacks=[copies])
+    return seen.steps, copies.count
+
+
+def test_gradients_of_queries_keys_and_values_are_not_copied():
+    """One copy fewer for every layer, and the same training."""
+    ((steps, count),) = run_ranks(train_with_split, 1, lent=True, timeout_s=240)
+    ((plain, copied),) = run_ranks(train_with_split, 1, lent=False, timeout_s=240)
+    print("copies:", count, copied)
+    assert copied - count == LAYERS
+    assert steps == pytest.approx(plain, rel=1e-6)

@@ -1,9 +1,11 @@
-"""TransformerEngine's accumulating matrix product in place of the kernel of Apex.
+"""Functions of TransformerEngine for which the engine looks elsewhere.
 
 With ``gradient_accumulation_fusion`` the engine's own linear layers call Apex's extension
 ``fused_weight_gradient_mlp_cuda`` (tensor_parallel/layers.py, ColumnParallelLinear and
 LinearWithGradAccumulationAndAsyncCommunication.backward), while TransformerEngine's layers use
 their own product. Where Apex is missing, TransformerEngine's does for both.
+
+And one function the engine imports from where TransformerEngine no longer has it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from lightning_mcore._mcore.patching import Patches
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import attention
 
-__all__ = ["accumulate_wgrad", "te_stands_in_for_apex"]
+__all__ = ["accumulate_wgrad", "te_split_of_qkv", "te_stands_in_for_apex"]
 
 
 def accumulate_wgrad(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -73,4 +76,25 @@ def te_stands_in_for_apex() -> Iterator[None]:
         patches.replace(layers, "_grad_accum_fusion_available", True)
         # A name that is bound only where Apex is installed.
         patches.set(layers, "fused_weight_gradient_mlp_cuda", kernels)
+        yield
+
+
+@contextmanager
+def te_split_of_qkv() -> Iterator[None]:
+    """Gives attention TransformerEngine's split of queries, keys and values; put back at the end.
+
+    Its backward joins the three gradients without a copy where they lie side by side, as fused
+    attention leaves them with as many heads of keys as of queries and without rotary positions;
+    elsewhere it copies, as ``torch.split`` always does. The engine takes the latter in silence
+    where its import fails, as with TransformerEngine 2.20 (extensions/transformer_engine.py,
+    ``_SplitAlongDim``).
+    """
+    with ExitStack() as stack:
+        if attention.HAVE_TE and attention.SplitAlongDim is None:
+            try:
+                from transformer_engine.pytorch.utils import SplitAlongDim
+            except ImportError:
+                pass  # moved again: the engine's way is right, only slower
+            else:
+                Patches(stack).replace(attention, "SplitAlongDim", SplitAlongDim.apply)
         yield
