@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mcore._mcore import engine
+from lightning_mcore._mcore.late_norm import LateNorm
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.precision import Clipping
 from lightning_mcore.switches import Switches
@@ -84,6 +85,7 @@ class EngineOptimizer:
     Attributes:
         on_nonfinite: Called on all ranks with a gradient norm that is not finite, before anything
             changes; returns whether to go on with the step.
+        may_go_on: Whether that can be; then it is called before gradients are clipped.
 
     Raises:
         ConfigurationError: If a trainable parameter is in no group of the optimizer.
@@ -114,6 +116,7 @@ class EngineOptimizer:
             else engine.build_optimizer(config, chunks, groups)
         )
         self.on_nonfinite: Callable[[float], bool] = lambda norm: True
+        self.may_go_on = True
         self._measure_norm = self.engine.get_grad_norm
         # Between this call and the first change of a parameter the engine calls nothing of ours
         # (optimizer.py, ChainedOptimizer.step).
@@ -123,6 +126,10 @@ class EngineOptimizer:
         self._low_precision = config.params_dtype != torch.float32 and not (
             config.bf16 or config.fp16
         )
+        # The others read it, or whether it is finite, before the step in any case.
+        may_be_late = not (self._low_precision or config.fp16 or self.kind == "other")
+        device = self._torch.param_groups[0]["params"][0].device
+        self._late_norm = LateNorm.of(self.engine, device) if may_be_late else None
 
     @property
     def runs_torch_optimizer(self) -> bool:
@@ -196,9 +203,14 @@ class EngineOptimizer:
         loss_scale = self.engine.get_loss_scale() if self._config.fp16 else None
         try:
             successful, grad_norm, num_zeros = self.engine.step()
+            late = self._late_norm.settle() if self._late_norm is not None else None
         except _SkipStep as skip:
             return StepStats(norm=skip.norm, num_zeros=None, skipped=True, loss_scale=loss_scale)
-        grad_norm = grad_norm if norm_before is None else norm_before
+        finally:
+            if self._late_norm is not None:
+                self._late_norm.forget()
+        known = norm_before if norm_before is not None else late
+        grad_norm = grad_norm if known is None else known
         return StepStats(
             norm=grad_norm,
             num_zeros=None if num_zeros is None else int(num_zeros),
@@ -210,15 +222,21 @@ class EngineOptimizer:
         """The engine's gradient norm, which every rank holds alike; then clips by value.
 
         It is a number but for engines with TransformerEngine's tensor kernels, where it is read
-        here too: a later look would come after the parameters had changed.
+        before parameters change: here, or after what the host still has to do for that.
         """
         norm = self._measure_norm()
-        if not math.isfinite(norm) and not self.on_nonfinite(float(norm)):
-            raise _SkipStep(float(norm))
+        late, clips_values = self._late_norm, self._value_limit > 0.0
+        if late is not None and isinstance(norm, Tensor) and not (self.may_go_on or clips_values):
+            return late.expect(norm, self._check_norm)
+        self._check_norm(float(norm))
         if self._value_limit > 0.0:
             # Not before: Inf would become the limit, and pass for a gradient.
             engine.clamp_gradients(self.engine, self._value_limit)
         return norm
+
+    def _check_norm(self, norm: float) -> None:
+        if not math.isfinite(norm) and not self.on_nonfinite(norm):
+            raise _SkipStep(norm)
 
     def _clip_low_precision(self, limit: float) -> float | None:
         """Clips bf16 gradients, which the engine's clip_grads.py refuses; returns their norm."""

@@ -133,6 +133,7 @@ class ModelRun:
         )
         if self.optimizer is not None:
             self.optimizer.on_nonfinite = self._on_nonfinite
+            self.optimizer.may_go_on = self.nonfinite == "warn"
             self.weights = TrainedWeights(self.inner)
         self._exchange = LogExchange(
             self.state.groups.world_cpu,

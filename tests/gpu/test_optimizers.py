@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -13,8 +14,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
 from lightning_mcore._mcore.chained import loss_scalers
+from lightning_mcore._mcore.late_norm import LateNorm
 from lightning_mcore.testing import run_ranks
 from tests.gpu.te_gpt import needs_gpus
+from tests.ranks.test_nonfinite import BAD_STEP, outcome
 from tests.ranks.trainers import (
     Blocks,
     block_weights,
@@ -119,3 +122,50 @@ def test_resumed(runs, case):
             assert later == scales[len(scales) - len(later) :]
             for name, value in weights.items():
                 torch.testing.assert_close(again[name], value, rtol=0, atol=0, msg=name)
+
+
+def poisoned(layout: str, policy: str, *, late: bool) -> Any:
+    """What came of a gradient that is not finite, and how often its norm was read late."""
+    expect, calls = LateNorm.expect, []
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        return expect(self, *args)
+
+    with (
+        mock.patch.object(LateNorm, "expect", counted),
+        mock.patch.object(LateNorm, "of", LateNorm.of if late else lambda *_: None),
+    ):
+        seen = outcome(
+            layout,
+            "gradient",
+            policy,
+            accelerator="gpu",
+            precision="bf16-mixed",
+            gradient_clip_val=0.5,
+            plugins=[LightningEnvironment()],
+        )
+    seen["weights"] = [{k: v.cpu() for k, v in at.items()} for at in seen["weights"]]
+    return seen, len(calls)
+
+
+@needs_gpus(2)
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+@pytest.mark.parametrize(("policy", "steps"), [("skip", 6), ("error", 4)])
+def test_a_norm_read_late(layout, policy, steps):
+    """As one read at once: nothing changes in the bad step, and training is the same to the bit."""
+    late = run_ranks(poisoned, 2, layout, policy, late=True, timeout_s=240)
+    at_once = run_ranks(poisoned, 2, layout, policy, late=False, timeout_s=240)
+    for (seen, calls), (expected, none) in zip(late, at_once, strict=True):
+        assert (calls, none) == (steps, 0)
+        assert seen["error"] == expected["error"]
+        assert seen["skipped"] == expected["skipped"] == (policy == "skip")
+        check_equal(seen["weights"][BAD_STEP], seen["weights"][BAD_STEP - 1])
+        for mine, theirs in zip(seen["weights"], expected["weights"], strict=True):
+            check_equal(mine, theirs)
+
+
+def check_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=0, msg=name)

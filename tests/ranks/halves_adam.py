@@ -47,6 +47,8 @@ class HalvesAdam(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights
         self.exp_avg_dtype = self.exp_avg_sq_dtype = torch.float32
+        self.capturable = False
+        self.multi_tensor_adam = self._step_group
 
     def _halves(self, param: Tensor, name: str = "master_param") -> bool:
         bf16 = param.dtype == torch.bfloat16
@@ -80,14 +82,21 @@ class HalvesAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            lists: list[tuple[Tensor, Tensor]] = []
             for param in group["params"]:
+                if not self.state[param]:
+                    self.initialize_state(param, self._halves(param))
                 grad = param.decoupled_grad if self.use_decoupled_grad else param.grad
                 if grad is not None:
-                    self._step(group, param, grad.float())
+                    lists.append((param, grad.float()))
+            if lists:
+                self.multi_tensor_adam(group, lists)
+
+    def _step_group(self, group: dict[str, Any], lists: list[tuple[Tensor, Tensor]]) -> None:
+        for param, grad in lists:
+            self._step(group, param, grad)
 
     def _step(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
-        if not self.state[param]:
-            self.initialize_state(param, self._halves(param))
         state, (first, second), step = self.state[param], group["betas"], group["step"]
         assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
         main = state["master_param"] if self.master_weights else param
@@ -116,6 +125,24 @@ class FusedSGD(torch.optim.SGD):
         super().step()
         for param, grad in unseen:
             param.grad = grad
+
+
+def give_norms_as_tensors() -> bool:
+    """Lets the engine of this process hand on norms unread, as with TransformerEngine's kernels.
+
+    Returns:
+        Whether this engine does so at all.
+    """
+    from megatron.core.optimizer import clip_grads
+
+    def scale(_: int, __: Tensor, lists: list[list[Tensor]], factor: Tensor) -> None:
+        for source, target in zip(*lists, strict=True):
+            target.copy_(source * factor)
+
+    if not hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):
+        return False
+    clip_grads.multi_tensor_scale_tensor_impl = scale
+    return True
 
 
 def use_in_engine() -> None:

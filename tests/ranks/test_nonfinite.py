@@ -57,19 +57,18 @@ class Watch(L.Callback):
         self.logged.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
-def outcome(layout: str, kind: str, policy: str, accumulate: int = 1) -> dict[str, Any]:
+def outcome(
+    layout: str, kind: str, policy: str, accumulate: int = 1, **options: Any
+) -> dict[str, Any]:
     seen, module = Watch(), Poisoned(kind)
+    if kind == "clipped":  # by value: Inf must not become a number first
+        options |= {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
     spikes = LossSpike(min_steps=2, window=10, every_n_steps=1)
     trainer = make_trainer(
         {**SIZES[layout], "nonfinite": policy, "micro_batch_size": 2},
         callbacks=[OptimizerStats(), spikes, seen],
         accumulate_grad_batches=accumulate,
-        # By value: Inf must not become a number first.
-        **(
-            {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}
-            if kind == "clipped"
-            else {}
-        ),
+        **options,
     )
     error = None
     with warnings.catch_warnings(record=True) as caught:
