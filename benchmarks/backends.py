@@ -202,17 +202,19 @@ class Live:
 
     def free(self) -> None:
         """Ends the backend and gives its memory back."""
-        loop, self.loop = self.loop, None
-        if isinstance(loop, TrainerLoop):
+        if isinstance(self.loop, TrainerLoop):
             if self.entry.backend == DDP:
-                loop.release()
-            loop.stop()
-        del loop
+                self.loop.release()
+            self.loop.stop()
         self.abandon()
 
     def abandon(self) -> None:
         """Lets go of a backend that failed, or has ended."""
-        self.loop = None
+        loop, self.loop = self.loop, None
+        if isinstance(loop, DirectLoop):
+            # A Trainer's strategy does it itself.
+            loop.delete_graphs()
+        del loop
         if _captures(self.entry) and torch.cuda.is_available():
             _forget_graphs()
         self.exits.close()

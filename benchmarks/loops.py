@@ -25,7 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, batches, call_gpt, gpt_chunk
-from lightning_mcore._mcore.cuda_graphs import make_te_graphs
+from lightning_mcore._mcore.cuda_graphs import delete_graphs, graphable_layers, make_te_graphs
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Opens a context around a block of steps, in the thread that runs them."""
@@ -250,6 +250,14 @@ class DirectLoop:
         with around():
             for _ in range(steps):
                 self._step()
+
+    def delete_graphs(self) -> None:
+        """Frees captured layers, which hold each other in a way that outlives this loop; no step
+        may follow.
+        """
+        if graph_impl(self.config) in ("local", "transformer_engine"):
+            delete_graphs(graphable_layers(self._chunks), self._graphs)
+            self._graphs = None
 
     def _capture(self) -> None:
         """As in Megatron-LM's train (training.py), between two steps."""

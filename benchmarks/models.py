@@ -132,6 +132,23 @@ MODELS = {
             experts_per_token=8,
             rotary_base=1_000_000,
         ),
+        # Attention and experts of Qwen3-235B-A22B, with a quarter of its experts.
+        Model(
+            name="moe-wide-slice",
+            layers=2,
+            hidden=4096,
+            heads=64,
+            groups=4,
+            head_dim=128,
+            ffn=1536,
+            vocab=32000,
+            seq=4096,
+            batch=5,
+            qk_norm=True,
+            experts=32,
+            experts_per_token=8,
+            rotary_base=1_000_000,
+        ),
         Model(
             name="tiny",
             layers=2,

@@ -72,6 +72,8 @@ _TINY = {
     # So that tp = 8 divides them.
     "layouts": {"heads": 8, "groups": 8, "head_dim": 8},
 }
+_ON_GPUS = ("cuda_graphs", "gradient_accumulation_fusion")
+"""Arguments of the strategy that tiny cases on CPU do without."""
 
 
 def _parse() -> argparse.Namespace:
@@ -100,16 +102,18 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _tiny(group: Group) -> Group:
-    """The same cases on a model for tests on CPU."""
+def _tiny(group: Group, accelerator: str) -> Group:
+    """The same cases on a model for tests, on CPU without what would refuse to run there."""
 
     def small(case: Case) -> Case:
+        dropped = _ON_GPUS if accelerator == "cpu" else ()
+        strategy = {name: v for name, v in case.strategy.items() if name not in dropped}
         changes: dict[str, Any] = dict(_TINY.get(group.item, {}))
         if group.item == "layouts":
             changes["layers"] = max(2, case.pp * case.vpp)
         if "moe" in case.model:
             changes |= {"experts": 8, "experts_per_token": 2}
-        return dataclasses.replace(case, model="tiny", changes=changes)
+        return dataclasses.replace(case, model="tiny", changes=changes, strategy=strategy)
 
     return dataclasses.replace(
         group, baseline=small(group.baseline), variants=tuple(map(small, group.variants))
@@ -127,7 +131,7 @@ def _groups(item: str, options: argparse.Namespace) -> list[tuple[Group, Plan]]:
 
 def _chosen(group: Group, plan: Plan, options: argparse.Namespace) -> tuple[Group, Plan]:
     if options.model == "tiny":
-        group = _tiny(group)
+        group = _tiny(group, options.accelerator)
     if options.only:
         named = [v for v in group.variants if any(text in v.name for text in options.only)]
         group = dataclasses.replace(group, variants=tuple(named))

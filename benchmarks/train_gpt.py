@@ -14,6 +14,7 @@ clip gradients at 1.0 and update fp32 parameters by AdamW with fp32 moments.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import logging
@@ -29,6 +30,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import began
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -50,9 +52,9 @@ from backends import (
     refusal,
     selected_attention,
 )
-from kernels import profile_steps, profile_table
+from kernels import profile_steps
 from models import COMPILE, MODELS, Model, model_flops, parameter_count, uses_te
-from train_report import plot, summarise, table
+from train_report import as_markdown, plot, summarise
 
 from lightning_mcore.flops import peak_flops
 from lightning_mcore.version import package_versions
@@ -155,7 +157,7 @@ class Run:
                     record["ms"][name].append(1e3 * seconds)
             shown = ", ".join(f"{n} {ms[-1]:.2f}" for n, ms in record["ms"].items() if ms)
             self._log(f"block {block}: ms per step {shown}")
-        self.write()
+            self.write()
         for name in list(live) if self._options.profile else []:
             if not self._late(f"profile of {name}"):
                 found = self._attempt(live[name].entry, self._profile, live[name])
@@ -166,7 +168,12 @@ class Run:
         collect(compiled=True)
         if self._device.type != "cpu":
             record["left_gib"] = torch.cuda.memory_allocated() / 2**30
-            self._log(f"all freed: {record['left_gib']:.2f} GiB still allocated")
+            # Pools of graphs keep what nothing is allocated from.
+            record["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+            self._log(
+                f"all freed: {record['left_gib']:.2f} GiB still allocated,"
+                f" {record['reserved_gib']:.2f} GiB reserved"
+            )
         self.write()
 
     def _attempt(self, entry: Entry, work: Callable[..., Any], *args: Any) -> Any:
@@ -300,11 +307,20 @@ class Run:
             print(f"[{time.time() - self._options.began:6.1f} s] {text}", flush=True)
 
     def write(self) -> None:
-        """Writes what is known so far."""
+        """Writes what is known so far, figures and tables included: this process may be killed."""
         if dist.get_rank() == 0:
-            part = Path(f"{self._options.out}.part")
-            part.write_text(json.dumps(self.result, indent=1, default=str))
-            part.replace(self._options.out)
+            result = copy.deepcopy(self.result)
+            summarise(result)
+            _put(self._options.out, json.dumps(result, indent=1, default=str))
+            if self._options.markdown is not None:
+                _put(self._options.markdown, as_markdown([result], self._options.top))
+
+
+def _put(path: Path, text: str) -> None:
+    """Puts a whole file in place at once."""
+    part = Path(f"{path}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def measure(rank: int, options: Any, model: Model, entries: Sequence[Entry], world: int) -> None:
@@ -407,7 +423,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, Model, list[Entry]]:
         type=float,
         default=900.0,
         metavar="S",
-        help="seconds after which nothing more starts, and a minute later all is stopped",
+        help="seconds, imports included, after which nothing more starts; a minute later all is"
+        " stopped",
     )
     add("--accelerator", choices=("cpu", "gpu"), default="gpu")
     add("--devices", type=int, default=1, help="processes to start, unless torchrun has")
@@ -466,12 +483,12 @@ def _variants(texts: Sequence[str], parser: Any) -> list[tuple[str, dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what the command line asks for; 1 if a backend failed or losses differ."""
-    began = time.time()
+    start = began.START if arguments is None else time.time()
     options, model, entries = parse(sys.argv[1:] if arguments is None else arguments)
     if options.from_json:
         results = [json.loads(path.read_text()) for path in options.from_json]
         return _report(options, results)
-    options.began = began
+    options.began = start
     with tempfile.TemporaryDirectory() as folder:
         options.out = options.json or Path(folder) / "result.json"
         if os.environ.get("RANK", "0") == "0":
@@ -512,18 +529,12 @@ def _launch(options: Any, model: Model, entries: Sequence[Entry]) -> None:
 
 
 def _report(options: Any, results: list[dict[str, Any]]) -> int:
-    lines: list[str] = []
-    for path, result in zip(options.from_json or [options.out], results, strict=True):
+    for result in results:
         summarise(result)
-        if not options.from_json:
-            path.write_text(json.dumps(result, indent=1))
-        lines += [*table(result), ""]
-        for name, found in result["backends"].items():
-            if "profile" in found:
-                lines += [*profile_table(name, found["profile"], options.top), ""]
-    print("\n".join(lines), flush=True)
+    text = as_markdown(results, options.top)
+    print(text, flush=True)
     if options.markdown is not None:
-        options.markdown.write_text("\n".join(lines))
+        _put(options.markdown, text)
     if options.plot is not None:
         plot(results, options.plot)
     well = all(

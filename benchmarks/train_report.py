@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backends import OURS
+from kernels import profile_table
 
 
 def spread(values: Sequence[float]) -> list[float]:
@@ -52,8 +53,18 @@ def summarise(result: dict[str, Any]) -> None:
         }
 
 
-def table(result: dict[str, Any]) -> list[str]:
-    """Markdown of a result."""
+def as_markdown(results: Sequence[dict[str, Any]], top: int) -> str:
+    """Tables of results, each summarised before, with the ``top`` kernels of what was profiled."""
+    lines: list[str] = []
+    for result in results:
+        lines += [*_table(result), ""]
+        for name, found in result["backends"].items():
+            if "profile" in found:
+                lines += [*profile_table(name, found["profile"], top), ""]
+    return "\n".join(lines)
+
+
+def _table(result: dict[str, Any]) -> list[str]:
     about = result["about"]
     versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
     lines = [
@@ -72,7 +83,8 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
     for name, found in result["backends"].items():
         if "step_ms" not in found:
-            lines.append(f"| {name} | {found['status']}: {found.get('error', '')[:200]} |")
+            why = found.get("error") or ("no turn of it" if found["status"] == "ok" else "")
+            lines.append(f"| {name} | {found['status']}: {why[:200]} |")
             continue
         memory, startup = found["memory_gib"], found["startup_s"]
         ratio = "{:.4f} [{:.4f}, {:.4f}]".format(*found["ratio"]) if found["ratio"] else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from multigpu.cases import MANY_QUEUES, ONE_ORDER, Case, Group, Plan
-from multigpu.items import RING_AND_DGRAD
+from multigpu.cases import ONE_ORDER, Case, Group, Plan
+from multigpu.items import EXPERTS, expert_group
 
 _PLAN = Plan(rounds=2, steps=4, warmup=3, window=1)
 
@@ -60,7 +60,7 @@ def _presets(
 
     variants = [case("auto"), case("max")]
     if tp > 1:
-        ring = case("auto", tp_comm_overlap=RING_AND_DGRAD)
+        ring = case("auto", tp_comm_overlap=True)
         needs = ("gpu", "transformer_engine")
         ring = dataclasses.replace(ring, name="comm=auto, all ring + dgrad", needs=needs)
         variants.insert(1, ring)
@@ -74,29 +74,10 @@ def _presets(
 
 
 def _experts(world: int) -> Group:
-    common: dict[str, Any] = {
-        "model": "moe-slice",
-        "changes": {"layers": 4},
-        "micro_batch": 2,
-        "microbatches": (4,),
-        "environment": MANY_QUEUES,
-    }
-    base = {"ep": world, "moe_dispatcher": "alltoall", "overlap_moe": False}
-    deepep, needs = base | {"moe_dispatcher": "deepep"}, ("gpu", "deep_ep")
-    return Group(
-        item="layouts",
-        name=f"128 experts, ep{world}",
-        baseline=Case(name="alltoall", strategy=base, **common),
-        variants=(
-            Case(name="alltoall, 1f1b", strategy=base | {"overlap_moe": "1f1b"}, **common),
-            Case(name="deepep", strategy=deepep, needs=needs, **common),
-            Case(
-                name="deepep, 1f1b",
-                strategy=deepep | {"overlap_moe": "1f1b"},
-                needs=needs,
-                **common,
-            ),
-        ),
+    """As many experts per GPU as on two."""
+    changes = {"experts": 16 * world}
+    return expert_group(
+        "layouts", f"{16 * world} experts, ep{world}", world, {**EXPERTS, "changes": changes}
     )
 
 
@@ -115,7 +96,7 @@ def _long(world: int) -> Group:
 
     ring = Case(
         name=f"tp{world}, sequence parallel, all ring + dgrad",
-        strategy=sizes(1) | {"tp_comm_overlap": RING_AND_DGRAD},
+        strategy=sizes(1) | {"tp_comm_overlap": True},
         needs=("gpu", "transformer_engine"),
         **common,
     )

@@ -31,7 +31,7 @@ def as_markdown(content: Mapping[str, Any]) -> str:
     for row in rows:
         if row["item"] == "links" and row["status"] == "measured":
             lines += _links(row["by_rank"])
-        elif row["item"].startswith("tune") and "by_rank" in row:
+        elif row["item"] == "tune" and "by_rank" in row:
             lines += [f"### {row['item']}", "", "```", row["by_rank"][0]["text"], "```", ""]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:

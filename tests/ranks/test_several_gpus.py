@@ -38,7 +38,7 @@ def test_runs_end_to_end_on_cpu(tmp_path):
     assert {row["operation"] for row in links} >= {"all_reduce", "all_gather", "send_recv"}
     assert all(row["busbw_gbps"] > 0 for row in links)
     skipped = {row["case"] for row in rows if row["status"] == "skipped"}
-    assert {"all ring + dgrad", "all ring", "Lightning FSDP"} <= skipped
+    assert {"all ring + dgrad (True)", "all ring", "Lightning FSDP"} <= skipped
     assert {row["status"] for row in rows} == {"measured", "skipped"}
 
     off = found["tp2, micro-batch 2", "off, async NCCL"]

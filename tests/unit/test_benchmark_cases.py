@@ -123,6 +123,23 @@ def test_every_case_can_run_on_gpus(script, devices):
     assert devices < 4 or f"70B width, 8 layers, tp{devices}" in names
 
 
+def test_layers_of_experts_have_more_for_the_gpu_than_for_the_host(script):
+    """At least 60 ms per layer and microbatch at 500 TFLOP/s."""
+    gpus, models = script
+    groups = [*gpus.GROUPS["moe"](2), *gpus.GROUPS["layouts"](4)]
+    cases = [case for group, _ in groups for case in (group.baseline, *group.variants)]
+    cases = [case for case in cases if "ep" in case.strategy]
+    assert len(cases) == 8
+    for case in cases:
+        dims = dataclasses.replace(
+            models.MODELS[case.model], **case.changes, batch=case.micro_batch
+        )
+        ends = dataclasses.replace(dims, layers=0)
+        of_a_layer = (models.model_flops(dims) - models.model_flops(ends)) / dims.layers
+        assert of_a_layer / 500e12 > 0.06
+        assert case.lateness
+
+
 def test_losses_are_compared_with_the_first_case_of_the_same_weights(script):
     cases, compare = map(importlib.import_module, ("multigpu.cases", "multigpu.compare"))
 
