@@ -123,5 +123,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         panel.invert_yaxis()
         panel.set_xlabel("ms per step")
         about = result["about"]
-        panel.set_title(f"{about['model']['name']}, {about['devices']} x {about['device']}")
+        count = about.get("microbatches", 1)
+        split = f", {count} microbatches per step" if count > 1 else ""
+        panel.set_title(f"{about['model']['name']}, {about['devices']} x {about['device']}{split}")
     figure.savefig(path, dpi=150)
