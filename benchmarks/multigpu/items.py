@@ -98,6 +98,7 @@ def pipeline(world: int) -> list[tuple[Group, Plan]]:
         case("vpp 2, overlap", (4,), vpp=2, overlap_p2p=True),
         case("vpp 8, overlap", (4,), vpp=8, overlap_p2p=True),
         case("1F1B, unbatched", (4,), batch_p2p=False),
+        case("1F1B, no wait for the device", (4, 8), batch_p2p_sync=False),
         case("vpp 4, overlap", (4, 8, 16), vpp=4, overlap_p2p=True),
         case("vpp 4, overlap, also warm-up and flush", (4,), vpp=4, **flush),
         case("vpp 4, no overlap", (4,), vpp=4, overlap_p2p=False, batch_p2p=False),

@@ -74,6 +74,9 @@ def model_fields(
         **userbuffers_fields(userbuffers),
         **dtypes,
     }
+    if switches.batch_p2p.effective and not switches.batch_p2p_sync.effective:
+        # The engine's default is to wait; left out otherwise, for factories that set it themselves.
+        fields["batch_p2p_sync"] = False
     group_size = switches.microbatch_group_size_per_vp_stage.effective
     if group_size is not None:
         fields["microbatch_group_size_per_vp_stage"] = group_size

@@ -128,7 +128,7 @@ class EngineOptimizer:
         )
         # The others read it, or whether it is finite, before the step in any case.
         may_be_late = not (self._low_precision or config.fp16 or self.kind == "other")
-        device = self._torch.param_groups[0]["params"][0].device
+        device = next(param.device for params in groups for param in params)
         self._late_norm = LateNorm.of(self.engine, device) if may_be_late else None
 
     @property

@@ -88,6 +88,9 @@ class MCoreStrategy(LoopStrategy):
             ``overlap_p2p``.
         batch_p2p: Sends and receives in one batch. Excludes ``overlap_p2p``; refused at ``pp=2``
             with ``vpp``, where the engine mixes up its messages.
+        batch_p2p_sync: Waits for the whole device after each batch, as the engine does by default
+            on GPUs, for torch before 1.13. ``False`` lets the host run ahead; see it in a profile,
+            where ``cudaDeviceSynchronize`` disappears.
         microbatch_group_size_per_vp_stage: Microbatches that a chunk runs in a row. ``None``:
             ``pp``. Between ``pp`` and the number of microbatches; more hides more and keeps more
             activations.
@@ -164,6 +167,7 @@ class MCoreStrategy(LoopStrategy):
         overlap_p2p: Auto = "auto",
         overlap_p2p_warmup_flush: Auto = "auto",
         batch_p2p: Auto = "auto",
+        batch_p2p_sync: Auto = "auto",
         microbatch_group_size_per_vp_stage: int | None = None,
         defer_embedding_wgrad: Auto = "auto",
         gradient_accumulation_fusion: Auto = "auto",
@@ -203,6 +207,7 @@ class MCoreStrategy(LoopStrategy):
                 overlap_p2p=overlap_p2p,
                 overlap_p2p_warmup_flush=overlap_p2p_warmup_flush,
                 batch_p2p=batch_p2p,
+                batch_p2p_sync=batch_p2p_sync,
                 microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
                 defer_embedding_wgrad=defer_embedding_wgrad,
                 gradient_accumulation_fusion=gradient_accumulation_fusion,

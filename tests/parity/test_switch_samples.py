@@ -75,6 +75,7 @@ VALUES: dict[str, list[Any]] = {
     "overlap_p2p": [True, False, "auto"],
     "overlap_p2p_warmup_flush": [True, False, "auto"],
     "batch_p2p": [True, False, "auto"],
+    "batch_p2p_sync": [False, "auto"],
     "microbatch_group_size_per_vp_stage": [None, 2, 4],
     "defer_embedding_wgrad": [False, "auto"],
     "micro_batch_size": [1, 2],

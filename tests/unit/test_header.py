@@ -87,6 +87,7 @@ lightning-mcore 0.1.0 | megatron-core 0.16.1 | torch 2.13.0 | lightning 2.6.6
                                                              the network: measure it on and off
                                                              [candidate]
   batch_p2p                            off        auto       excluded by overlap_p2p [assert]
+  batch_p2p_sync                       off        auto       batch_p2p is off
   microbatch_group_size_per_vp_stage   2          -          the engine's rule: pp = 2
   deallocate_pipeline_outputs          off        -          on CPU a send may still be reading the
                                                              tensor [assert]
@@ -94,8 +95,7 @@ lightning-mcore 0.1.0 | megatron-core 0.16.1 | torch 2.13.0 | lightning 2.6.6
   gradient_accumulation_fusion         off        auto       needs GPUs [assert]
   cuda_graphs                          off        auto       needs GPUs [assert]
   cp_comm_type                         -          -          cp = 1
-  hierarchical_context_parallel_sizes  -          -          only cp_comm_type='a2a+p2p' has two
-                                                             levels
+  hierarchical_context_parallel_sizes  -          -          only for cp_comm_type='a2a+p2p'
   nccl_communicators                   -          -          NCCL's own choice
   high_priority_streams                -          -          no group named"""
 

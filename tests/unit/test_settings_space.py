@@ -25,8 +25,8 @@ AUTO = st.sampled_from(["auto"] * 5 + [True, False])
 SWITCHES = [
     "sequence_parallel", "tp_comm_overlap", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "grad_reduce_in_fp32", "average_in_collective", "nccl_ub",
-    "overlap_p2p", "overlap_p2p_warmup_flush", "batch_p2p", "defer_embedding_wgrad",
-    "gradient_accumulation_fusion",
+    "overlap_p2p", "overlap_p2p_warmup_flush", "batch_p2p", "batch_p2p_sync",
+    "defer_embedding_wgrad", "gradient_accumulation_fusion",
 ]  # fmt: skip
 
 REQUESTS = st.fixed_dictionaries(

@@ -141,6 +141,13 @@ CHOICES: list[tuple[str, dict[str, Any], tuple[int, dict[str, Any]], dict[str, A
     ("batch_p2p", {}, PP2VPP2, CPU, False, "excluded by overlap_p2p"),
     ("batch_p2p", {"overlap_p2p": False}, (4, {"pp": 4, "vpp": 2}), CPU, True,
      "overlap_p2p is off"),
+    ("batch_p2p_sync", {}, PP2, CPU, False, "no device to wait for"),
+    ("batch_p2p_sync", {}, PP2, GPU, True,
+     "since torch 1.13 not needed: measure it off"),
+    ("batch_p2p_sync", {"comm": "max"}, PP2, GPU, False, "comm='max'"),
+    ("batch_p2p_sync", {"batch_p2p_sync": False}, PP2, GPU, False, "requested"),
+    ("batch_p2p_sync", {"batch_p2p_sync": True}, PP2, CPU, True, "requested"),
+    ("batch_p2p_sync", {}, PP2VPP2, GPU, False, "batch_p2p is off"),
     # deallocate_pipeline_outputs
     ("deallocate_pipeline_outputs", {}, ONE, GPU, False, "pp = 1: one stage sends nothing"),
     ("deallocate_pipeline_outputs", {}, PP2, CPU, False,

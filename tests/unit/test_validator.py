@@ -95,6 +95,7 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
      "warmup-flush-needs-overlap-p2p"),
     ({"batch_p2p": True, "overlap_p2p": True}, VPP, CPU, "error", "batch-p2p-excludes-overlap"),
     ({"batch_p2p": True}, DP2, CPU, "error", "batch-p2p-needs-pp"),
+    ({"batch_p2p_sync": True}, VPP, CPU, "error", "batch-p2p-sync-needs-batch"),
     ({"batch_p2p": True}, (2, {"pp": 2, "vpp": 2}), CPU, "error", "batched-p2p-wrong-at-pp2"),
     ({"overlap_p2p": False}, (2, {"pp": 2, "vpp": 2}), CPU, "error", "batched-p2p-wrong-at-pp2"),
     ({"microbatch_group_size_per_vp_stage": 4}, (2, {"pp": 2}), CPU, "error",

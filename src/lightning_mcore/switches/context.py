@@ -69,7 +69,7 @@ def hierarchical_sizes(
     """
     name = "hierarchical_context_parallel_sizes"
     if kind.effective != "a2a+p2p":
-        return Switch(name, None, None, f"only {_TYPE}='a2a+p2p' has two levels")
+        return Switch(name, None, None, f"only for {_TYPE}='a2a+p2p'")
     inner = _inner_size(layout, facts)
     if inner == 1 or inner == layout.cp:
         findings.error(

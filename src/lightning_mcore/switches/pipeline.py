@@ -9,6 +9,7 @@ from lightning_mcore.switches.values import Facts, Switch
 
 __all__ = [
     "batch_p2p",
+    "batch_p2p_sync",
     "deallocate_pipeline_outputs",
     "defer_embedding_wgrad",
     "microbatch_group_size",
@@ -123,6 +124,35 @@ def batch_p2p(
         reason = "pp = 2 with vpp: batched transfers mix up activations and gradients"
         return Switch(name, asked, False, reason, "assert")
     return Switch(name, asked, True, "overlap_p2p is off", "recipe")
+
+
+def batch_p2p_sync(
+    request: SwitchRequest, facts: Facts, findings: Findings, batched: Switch[bool]
+) -> Switch[bool]:
+    """The host's wait for the whole device after each batch of transfers.
+
+    The engine waits by default (p2p_communication.py, ``batch_p2p_sync``), since requests of a
+    batch once were complete too early: pytorch/pytorch#82450, mended in torch 1.13.
+    """
+    name, asked = "batch_p2p_sync", request.batch_p2p_sync
+    if not batched.effective:
+        if asked is True:
+            findings.error(
+                "batch-p2p-sync-needs-batch",
+                f"`{name}` (True) needs `batch_p2p` (False: {batched.reason})",
+                f"use {name}='auto', or batch_p2p=True where it can be",
+                batch_p2p_sync=asked,
+                batch_p2p=False,
+            )
+        return Switch(name, asked, False, "batch_p2p is off")
+    if asked != "auto":
+        return Switch(name, asked, asked, "requested")
+    if not facts.on_gpu:
+        return Switch(name, asked, False, "no device to wait for")
+    if request.comm == "max":
+        return Switch(name, asked, False, "comm='max'")
+    reason = "since torch 1.13 not needed: measure it off"
+    return Switch(name, asked, True, reason, "candidate")
 
 
 def overlap_p2p_warmup_flush(

@@ -57,6 +57,7 @@ def plan_switches(
     fp32 = data.grad_reduce_in_fp32(request, facts, found)
     average = data.average_in_collective(request, layout, facts, found)
     overlap = pipeline.overlap_p2p(request, layout, facts, found)
+    batched = pipeline.batch_p2p(request, layout, facts, found, overlap)
     fusion = compute.gradient_accumulation_fusion(request, facts, found)
     kind = context.cp_comm_type(request, layout, facts, found)
     passed_on.check_ddp_fields(request, facts, found, sharded=sharded, fp32=fp32, average=average)
@@ -74,7 +75,8 @@ def plan_switches(
         nccl_ub=data.nccl_ub(request, facts, found),
         overlap_p2p=overlap,
         overlap_p2p_warmup_flush=pipeline.overlap_p2p_warmup_flush(request, layout, found, overlap),
-        batch_p2p=pipeline.batch_p2p(request, layout, facts, found, overlap),
+        batch_p2p=batched,
+        batch_p2p_sync=pipeline.batch_p2p_sync(request, facts, found, batched),
         microbatch_group_size_per_vp_stage=pipeline.microbatch_group_size(request, layout, found),
         deallocate_pipeline_outputs=pipeline.deallocate_pipeline_outputs(overlap, layout, facts),
         defer_embedding_wgrad=pipeline.defer_embedding_wgrad(request, layout, facts, found, fusion),
@@ -163,13 +165,14 @@ def with_picked_vpp(sizes: ParallelSizes, request: SwitchRequest, dims: ModelDim
 
 
 def _note_candidates(switches: Switches, found: Findings) -> None:
-    """Names the switches that are off only because nobody has measured them here."""
+    """Names the switches that are as they are only because nobody has measured them here."""
     for field in dataclasses.fields(switches):
         switch: Switch[object] = getattr(switches, field.name)
         if switch.evidence == "candidate":
+            now, other = ("on", "off") if switch.effective is True else ("off", "on")
             found.info(
                 "candidate",
-                f"`{switch.name}` is off, but could be on: {switch.reason}",
+                f"`{switch.name}` is {now}, but could be {other}: {switch.reason}",
                 "measure some steps with it on and off, in turns",
                 **{switch.name: switch.effective},
             )

@@ -18,7 +18,8 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 Evidence: TypeAlias = Literal["", "assert", "recipe", "doc", "candidate"]
 """What a choice of ours rests on: the engine's own checks or plain necessity (``"assert"``), the
 settings of published recipes (``"recipe"``), a statement of the engine's documentation (``"doc"``).
-``"candidate"``: left off, but worth measuring on and off, since it may or may not gain anything."""
+``"candidate"``: left as the safe choice, but worth measuring on and off, since the other may or may
+not gain anything."""
 
 _T = TypeVar("_T")
 
@@ -125,6 +126,8 @@ class Switches:
     """The same in the pipeline's warm-up and flush."""
     batch_p2p: Switch[bool]
     """Transfers between stages in one batch; the alternative to ``overlap_p2p``."""
+    batch_p2p_sync: Switch[bool]
+    """The host waits for the device after each such batch."""
     microbatch_group_size_per_vp_stage: Switch[int | None]
     """Microbatches that a chunk runs in a row; ``None`` without an interleaved pipeline."""
     deallocate_pipeline_outputs: Switch[bool]
