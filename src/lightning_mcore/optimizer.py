@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_mcore._mcore import engine
 from lightning_mcore._mcore.late_norm import LateNorm
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.frames import with_room_for_frames
 from lightning_mcore.precision import Clipping
 from lightning_mcore.switches import Switches
 
@@ -183,6 +184,7 @@ class EngineOptimizer:
             chunk.zero_grad_buffer()
         self.engine.zero_grad()
 
+    @with_room_for_frames
     def step(self, clipping: Clipping) -> StepStats:
         """Clips, steps and, with the distributed optimizer, starts gathering parameters.
 

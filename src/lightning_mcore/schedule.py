@@ -21,6 +21,7 @@ from lightning_mcore.activation_shape import ActivationShapes, model_call_of
 from lightning_mcore.batch import Microbatch, Run
 from lightning_mcore.context import SequenceShard
 from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.frames import with_room_for_frames
 from lightning_mcore.graphs import LayerGraphs
 from lightning_mcore.randomness import StepRandomness
 from lightning_mcore.ranges import ScheduleRanges, profiling
@@ -203,6 +204,7 @@ class StepRunner:
                 outputs += self._run(step, run, log, on_last, forward_only=True)
         return outputs
 
+    @with_room_for_frames
     def _run(
         self,
         step: StepFunction,

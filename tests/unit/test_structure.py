@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # long as those do not import it back (Python would refuse a cycle at import anyway).
 LAYERS = [
     {"errors", "version"},
-    {"names", "safetensors_file", "index_file", "watch", "findings", "userbuffers"},
+    {"names", "safetensors_file", "index_file", "watch", "findings", "userbuffers", "frames"},
     {"config", "userbuffers_plan", "timeline", "flops"},
     {"layout", "placement"},
     {"topology"},
