@@ -78,12 +78,13 @@ class LateNorm:
             if adam is not None
             for group in adam.param_groups
         ]
-        self._norm, self._arrival = norm.detach().clone(), None
         if norm.is_cuda:
             self._norm = torch.empty(norm.shape, dtype=norm.dtype, device="cpu", pin_memory=True)
             self._norm.copy_(norm, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
+        else:
+            self._norm = norm.detach().clone()
         return torch.where(norm.isfinite(), norm, 0.0)
 
     def settle(self) -> float | None:
