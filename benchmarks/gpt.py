@@ -36,6 +36,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=4, hidden=32, heads=4, vocab=64, seq=16, batch=8, micro_batch=2),
+    "deep": Size(layers=48, hidden=32, heads=4, vocab=64, seq=8, batch=1, micro_batch=1),
     "100m": Size(layers=12, hidden=768, heads=12, vocab=16_000, seq=16, batch=1, micro_batch=1),
     "large": Size(layers=4, hidden=256, heads=8, vocab=1024, seq=128, batch=8, micro_batch=2),
 }

@@ -47,8 +47,10 @@ class TrainerLoop(pl.Callback):
         precision: Any = "32-true",
         *,
         callbacks: Sequence[pl.Callback] = (),
+        depth: int = 0,
         **options: Any,
     ) -> None:
+        # ``depth``: calls on the stack below the Trainer, as the scripts of others have them.
         self.module = module
         self.losses: list[Tensor] = []
         self.keep_losses = False
@@ -58,7 +60,7 @@ class TrainerLoop(pl.Callback):
         self._around: Around = nullcontext
         self._context: AbstractContextManager[Any] = nullcontext()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._fit, daemon=True)
+        self._thread = threading.Thread(target=self._fit, args=(depth,), daemon=True)
         self.trainer = pl.Trainer(
             accelerator=device.type if device.type == "cpu" else "gpu",
             devices=dist_size(),
@@ -111,7 +113,10 @@ class TrainerLoop(pl.Callback):
         if self._error is not None:
             raise self._error
 
-    def _fit(self) -> None:
+    def _fit(self, depth: int) -> None:
+        if depth > 0:
+            self._fit(depth - 1)
+            return
         try:
             self.trainer.fit(self.module, self._loader)
         except BaseException as error:

@@ -14,6 +14,7 @@ import cProfile
 import json
 import os
 import pstats
+import resource
 import statistics
 import sys
 import tempfile
@@ -35,6 +36,8 @@ from syncs import Syncs
 
 from gpt import GPT, SIZES, batches
 from lightning_mcore import MCoreStrategy
+from lightning_mcore.optimizer import EngineOptimizer
+from lightning_mcore.schedule import StepRunner
 from lightning_mcore.stage import stages_of
 from ranks import be_quiet, become_rank, free_port
 
@@ -66,6 +69,9 @@ def measure(rank: int, options: argparse.Namespace, layout: str, size_name: str,
     if on_gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
+    if options.without_room:
+        for owner, name in ((StepRunner, "_run"), (EngineOptimizer, "step")):
+            setattr(owner, name, getattr(owner, name).__wrapped__)
     strategy = MCoreStrategy(
         sizes["tp"],
         sizes["pp"],
@@ -75,7 +81,7 @@ def measure(rank: int, options: argparse.Namespace, layout: str, size_name: str,
     replica = rank // sizes["tp"] % sizes["dp"]
     loader = partial(batches, size, replicas=sizes["dp"], replica=replica)
     module = GPT(size, lambda trainer, factory: trainer.strategy.build(factory))
-    mcore = TrainerLoop(strategy, module, loader(), device)
+    mcore = TrainerLoop(strategy, module, loader(), device, depth=options.depth)
     mcore.start()
     pipeline: Any = module.model
     switches = {name: getattr(strategy.switches, name).effective for name in _SWITCHES}
@@ -86,7 +92,9 @@ def measure(rank: int, options: argparse.Namespace, layout: str, size_name: str,
     _check_losses(mcore, direct)
     if sizes["tp"] * sizes["pp"] == 1 and not options.without_ddp:
         ddp_module = GPT(size, partial(_whole_model, fields=module.fields))
-        loops["DDPStrategy"] = TrainerLoop(DDPStrategy(), ddp_module, loader(), device)
+        loops["DDPStrategy"] = TrainerLoop(
+            DDPStrategy(), ddp_module, loader(), device, depth=options.depth
+        )
         loops["DDPStrategy"].start()
     result = {
         "layout": layout,
@@ -132,7 +140,10 @@ def _check_losses(mcore: TrainerLoop, direct: DirectLoop) -> None:
 def _time_blocks(
     loops: dict[str, Any], options: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Seconds per step of each block, wall and processor, of the slowest rank; loops take turns."""
+    """Per step of each block, of the slowest rank: seconds, wall and processor, and page faults.
+
+    Loops take turns.
+    """
     for loop in loops.values():
         loop.run(options.warmup)
     rows = []
@@ -140,19 +151,24 @@ def _time_blocks(
         row = []
         for loop in loops.values():
             _settle(device)
-            start, start_busy = time.perf_counter(), time.process_time()
+            start, start_busy, start_faults = time.perf_counter(), time.process_time(), _faults()
             loop.run(options.steps)
             if device.type != "cpu":
                 torch.cuda.synchronize()
-            end, end_busy = time.perf_counter(), time.process_time()
-            row.append([end - start, end_busy - start_busy])
+            end, end_busy, end_faults = time.perf_counter(), time.process_time(), _faults()
+            row.append([end - start, end_busy - start_busy, end_faults - start_faults])
         rows.append(row)
     seconds = torch.tensor(rows, dtype=torch.float64, device=device) / options.steps
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return {
         kind: {name: seconds[:, index, column].tolist() for index, name in enumerate(loops)}
-        for column, kind in enumerate(("wall", "busy"))
+        for column, kind in enumerate(("wall", "busy", "faults"))
     }
+
+
+def _faults() -> int:
+    """Minor page faults of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _settle(device: torch.device) -> None:
@@ -234,15 +250,17 @@ def summarise(result: dict[str, Any]) -> list[str]:
             line += f" | {figures[f'{kind}_ms'][0]:8.2f} {ratio:6.3f} [{low:5.3f}, {high:5.3f}]"
             line += f" {more:+6.2f}"
         waits = [figures[kind] for kind in ("device", "uploads", "host")]
-        lines.append(line + " | " + " ".join(f"{value:5.1f}" for value in waits))
+        figures["faults"] = spread(result["faults"][name])
+        counts = " ".join(f"{value:5.1f}" for value in waits)
+        lines.append(f"{line} | {counts} | {figures['faults'][0]:6.0f}")
         result["summary"][name] = figures
     return lines
 
 
 _TIMES = f"{'ms':>8} {'ratio [quartiles]':>21} {'more':>6}"
 HEADER = (
-    f"{'':30} | {'wall clock of a step':^37} | {'processor time of a step':^37} |\n"
-    f"{'layout':8} {'model':6} {'loop':14} | {_TIMES} | {_TIMES} | waits uplds  host"
+    f"{'':30} | {'wall clock of a step':^37} | {'processor time of a step':^37} |{'':19}|\n"
+    f"{'layout':8} {'model':6} {'loop':14} | {_TIMES} | {_TIMES} | waits uplds  host | faults"
 )
 
 
@@ -258,6 +276,8 @@ def main() -> None:
     add("--count", type=int, default=4, help="further steps in which synchronisations are counted")
     add("--accelerator", choices=("cpu", "gpu"), default="cpu")
     add("--without-ddp", action="store_true", help="leave out Lightning's DDPStrategy")
+    add("--depth", type=int, default=0, help="further calls on the stack below each Trainer")
+    add("--without-room", action="store_true", help="without room for frames (frames.py)")
     add("--sites", action="store_true", help="print where the host waits")
     add("--profile", type=int, default=0, metavar="STEPS", help="profile so many steps on one rank")
     add("--profile-rank", type=int, default=0)
@@ -268,7 +288,8 @@ def main() -> None:
     print(
         "ratio: to the direct loop, block by block. more: ms beyond it. Per step, waits: reads of\n"
         "device values, for which the host waits; uplds: blocking copies to the device; host:\n"
-        "reads of host tensors (gloo votes, step counts), which wait for no device."
+        "reads of host tensors (gloo votes, step counts), which wait for no device; faults: page\n"
+        "faults."
     )
     print(HEADER, flush=True)
     results = []

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_mcore.frames import with_room_for_frames
+from lightning_mcore.optimizer import EngineOptimizer
+from lightning_mcore.schedule import StepRunner
 
 CALLS, DEPTHS = 300, range(60, 260, 4)
 
@@ -34,6 +36,11 @@ def test_no_depth_makes_calls_slow():
     if without < CALLS:
         pytest.skip(f"this interpreter keeps its chunks: {without} faults in {CALLS} calls")
     assert with_room < CALLS / 10
+
+
+@pytest.mark.parametrize("call", [StepRunner._run, EngineOptimizer.step])
+def test_schedule_and_optimizer_have_room(call):
+    assert call.__code__.co_stacksize * 8 >= 2**18
 
 
 def test_it_stays_the_same_function():
