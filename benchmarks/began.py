@@ -2,4 +2,4 @@
 
 import time
 
-START = time.time()
+START = time.monotonic()

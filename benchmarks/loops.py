@@ -35,7 +35,8 @@ class TrainerLoop(pl.Callback):
     """A real ``trainer.fit`` in a thread of its own, which waits between blocks of steps.
 
     A block ends in ``on_train_batch_end``, so n steps hold n rounds of everything that the Trainer
-    does in a loop. Only one thread runs at a time.
+    does in a loop. Only one thread runs at a time. ``depth`` calls are on the stack below the
+    Trainer, as the scripts of others have them.
     """
 
     def __init__(
@@ -50,7 +51,6 @@ class TrainerLoop(pl.Callback):
         depth: int = 0,
         **options: Any,
     ) -> None:
-        # ``depth``: calls on the stack below the Trainer, as the scripts of others have them.
         self.module = module
         self.losses: list[Tensor] = []
         self.keep_losses = False

@@ -158,10 +158,10 @@ def _time_blocks(
             end, end_busy, end_faults = time.perf_counter(), time.process_time(), _faults()
             row.append([end - start, end_busy - start_busy, end_faults - start_faults])
         rows.append(row)
-    seconds = torch.tensor(rows, dtype=torch.float64, device=device) / options.steps
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    per_step = torch.tensor(rows, dtype=torch.float64, device=device) / options.steps
+    dist.all_reduce(per_step, op=dist.ReduceOp.MAX)
     return {
-        kind: {name: seconds[:, index, column].tolist() for index, name in enumerate(loops)}
+        kind: {name: per_step[:, index, column].tolist() for index, name in enumerate(loops)}
         for column, kind in enumerate(("wall", "busy", "faults"))
     }
 

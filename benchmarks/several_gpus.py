@@ -45,8 +45,9 @@ import traceback
 import warnings
 from importlib.util import find_spec
 
+import began
 import torch
-from multigpu import START, items, layouts, training, tuned
+from multigpu import items, layouts, training, tuned
 from multigpu.bench import Bench, Clock, Results
 from multigpu.cases import Case, Group, Plan
 from multigpu.compare import run_group, run_once
@@ -149,7 +150,7 @@ def main() -> None:
                 for case in group.variants:
                     print(f"    {case.name}")
         return
-    clock = Clock(START, options.time_limit)
+    clock = Clock(began.START, options.time_limit)
     on_gpu = options.accelerator == "gpu"
     if on_gpu:
         # What the engine imports late; ranks inherit it.

@@ -296,7 +296,7 @@ class Run:
 
     def _late(self, what: str) -> bool:
         limit = self._options.time_limit
-        late = limit is not None and time.time() - self._options.began > limit
+        late = limit is not None and time.monotonic() - self._options.began > limit
         if self._max(late):
             self._log(f"time limit of {limit} s: no more {what}")
             return True
@@ -304,7 +304,7 @@ class Run:
 
     def _log(self, text: str) -> None:
         if dist.get_rank() == 0:
-            print(f"[{time.time() - self._options.began:6.1f} s] {text}", flush=True)
+            print(f"[{time.monotonic() - self._options.began:6.1f} s] {text}", flush=True)
 
     def write(self) -> None:
         """Writes what is known so far, figures and tables included: this process may be killed."""
@@ -483,7 +483,7 @@ def _variants(texts: Sequence[str], parser: Any) -> list[tuple[str, dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what the command line asks for; 1 if a backend failed or losses differ."""
-    start = began.START if arguments is None else time.time()
+    start = began.START if arguments is None else time.monotonic()
     options, model, entries = parse(sys.argv[1:] if arguments is None else arguments)
     if options.from_json:
         results = [json.loads(path.read_text()) for path in options.from_json]
@@ -518,7 +518,7 @@ def _launch(options: Any, model: Model, entries: Sequence[Entry]) -> None:
     limit = options.time_limit
     try:
         while not ranks.join(timeout=1.0):
-            if limit is not None and time.time() - options.began > limit + _GRACE_S:
+            if limit is not None and time.monotonic() - options.began > limit + _GRACE_S:
                 raise TimeoutError(f"not done {_GRACE_S:.0f} s after the time limit")
     except Exception as error:
         print(f"RANKS ENDED EARLY, what they wrote is below: {error}", flush=True)

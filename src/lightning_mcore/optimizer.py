@@ -194,7 +194,7 @@ class EngineOptimizer:
             clipping: Of this step.
         """
         try:
-            norm_before = self._clip_low_precision(clipping.norm) if self._low_precision else None
+            read_norm = self._clip_low_precision(clipping.norm) if self._low_precision else None
         except _SkipStep as skip:
             return StepStats(norm=skip.norm, num_zeros=None, skipped=True)
         self._config.clip_grad = 0.0 if self._low_precision else clipping.norm
@@ -205,16 +205,15 @@ class EngineOptimizer:
         loss_scale = self.engine.get_loss_scale() if self._config.fp16 else None
         try:
             successful, grad_norm, num_zeros = self.engine.step()
-            late = self._late_norm.settle() if self._late_norm is not None else None
+            if self._late_norm is not None:
+                read_norm = self._late_norm.settle()
         except _SkipStep as skip:
             return StepStats(norm=skip.norm, num_zeros=None, skipped=True, loss_scale=loss_scale)
         finally:
             if self._late_norm is not None:
                 self._late_norm.forget()
-        known = norm_before if norm_before is not None else late
-        grad_norm = grad_norm if known is None else known
         return StepStats(
-            norm=grad_norm,
+            norm=grad_norm if read_norm is None else read_norm,
             num_zeros=None if num_zeros is None else int(num_zeros),
             skipped=not successful,
             loss_scale=loss_scale,
@@ -227,11 +226,12 @@ class EngineOptimizer:
         before parameters change: here, or after what the host still has to do for that.
         """
         norm = self._measure_norm()
-        late, clips_values = self._late_norm, self._value_limit > 0.0
-        if late is not None and isinstance(norm, Tensor) and not (self.may_go_on or clips_values):
-            return late.expect(norm, self._check_norm)
+        clips_values = self._value_limit > 0.0
+        at_once = self.may_go_on or clips_values or not isinstance(norm, Tensor)
+        if self._late_norm is not None and not at_once:
+            return self._late_norm.expect(norm, self._check_norm)
         self._check_norm(float(norm))
-        if self._value_limit > 0.0:
+        if clips_values:
             # Not before: Inf would become the limit, and pass for a gradient.
             engine.clamp_gradients(self.engine, self._value_limit)
         return norm

@@ -40,6 +40,7 @@ output; a column layer's dgrad hides the gather of its input (bulk) or scatters 
 
 COLUMN_DGRAD = ("qkv_dgrad", "fc1_dgrad")
 """The dgrad GEMMs of column-parallel layers."""
+_ROW_FPROP = ("proj_fprop", "fc2_fprop")
 _GATHERING = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
 
 _MAX_SM = 32
@@ -203,8 +204,8 @@ class TPCommOverlap:
         (benchmarks/RESULTS.md); TransformerEngine's own, ``TPCommOverlap()``, were slower than no
         overlap there.
         """
-        scattering = [name for name, methods in _ALLOWED.items() if len(methods) > 1]
-        return cls(gemms=dict.fromkeys(scattering, GemmOverlap(method="ring_exchange")))
+        ring = GemmOverlap(method="ring_exchange")
+        return cls(gemms=dict.fromkeys((*_ROW_FPROP, *COLUMN_DGRAD), ring))
 
     @property
     def rs_dgrad(self) -> bool:
@@ -270,7 +271,7 @@ def _check_gemm(name: str, entry: GemmOverlap, asked: TPCommOverlap) -> None:
         "all_gather"
         if name in _GATHERING
         else "reduce_scatter"
-        if name in ("proj_fprop", "fc2_fprop")
+        if name in _ROW_FPROP
         else "bulk_wgrad"
         if name.endswith("wgrad")
         else "bulk_dgrad"

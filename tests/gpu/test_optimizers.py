@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -14,9 +13,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
 from lightning_mcore._mcore.chained import loss_scalers
-from lightning_mcore._mcore.late_norm import LateNorm
 from lightning_mcore.testing import run_ranks
 from tests.gpu.te_gpt import needs_gpus
+from tests.ranks.test_fused_optimizers import check_equal
+from tests.ranks.test_late_norm import reading
 from tests.ranks.test_nonfinite import BAD_STEP, outcome
 from tests.ranks.trainers import (
     Blocks,
@@ -126,16 +126,7 @@ def test_resumed(runs, case):
 
 def poisoned(layout: str, policy: str, *, late: bool) -> Any:
     """What came of a gradient that is not finite, and how often its norm was read late."""
-    expect, calls = LateNorm.expect, []
-
-    def counted(self: Any, *args: Any) -> Any:
-        calls.append(1)
-        return expect(self, *args)
-
-    with (
-        mock.patch.object(LateNorm, "expect", counted),
-        mock.patch.object(LateNorm, "of", LateNorm.of if late else lambda *_: None),
-    ):
+    with reading(late=late) as calls:
         seen = outcome(
             layout,
             "gradient",
@@ -163,9 +154,3 @@ def test_a_norm_read_late(layout, policy, steps):
         check_equal(seen["weights"][BAD_STEP], seen["weights"][BAD_STEP - 1])
         for mine, theirs in zip(seen["weights"], expected["weights"], strict=True):
             check_equal(mine, theirs)
-
-
-def check_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=0, msg=name)

@@ -5,6 +5,8 @@ Its torch rewrite stands in for it; tests/gpu/test_optimizers.py has the real on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -85,23 +87,30 @@ def train_small(policy: str) -> Any:
     return before, module.model.weight.detach().clone(), error, counts.steps
 
 
+@contextmanager
+def reading(*, late: bool) -> Iterator[list[str]]:
+    """Lets norms be read late where they can be, or never; notes those that are."""
+    calls: list[str] = []
+    expect = LateNorm.expect
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append("late")
+        return expect(self, *args)
+
+    with (
+        mock.patch.object(LateNorm, "expect", counted),
+        mock.patch.object(LateNorm, "of", LateNorm.of if late else lambda *_: None),
+    ):
+        yield calls
+
+
 def both_ways() -> Any:
     use_in_engine()
     if not give_norms_as_tensors():
         return None
     found = []
     for late in (True, False):
-        calls: list[str] = []
-        expect = LateNorm.expect
-
-        def counted(self: Any, *args: Any, calls: Any = calls, expect: Any = expect) -> Any:
-            calls.append("late")
-            return expect(self, *args)
-
-        with (
-            mock.patch.object(LateNorm, "expect", counted),
-            mock.patch.object(LateNorm, "of", LateNorm.of if late else lambda *_: None),
-        ):
+        with reading(late=late) as calls:
             results, counts = [], []
             for case in CASES:
                 results.append(outcome(*case, gradient_clip_val=0.5))

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mcore._mcore.checkpointing import parts_of
+
 __all__ = ["LateNorm"]
 
 
@@ -47,12 +49,12 @@ class LateNorm:
         te = sys.modules.get("transformer_engine.pytorch.optimizers")
         if te is None:
             return None
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        stepped = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+        first = getattr(optimizer, "chained_optimizers", [optimizer])[:1]
+        stepped = parts_of(optimizer)
         adams: list[Any] = [getattr(part, "optimizer", None) for part in stepped]
         fits = (
             bool(stepped)
-            and stepped[0] is parts[0]
+            and stepped[:1] == first
             and all(type(adam) is te.FusedAdam and not adam.capturable for adam in adams)
             and any(p.numel() for group in adams[0].param_groups for p in group["params"])
         )
