@@ -21,6 +21,8 @@ class Case:
     """Of ``models.MODELS``."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the model's dimensions."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig, for the engine's model."""
     framework: Literal["mcore", "ddp", "fsdp"] = "mcore"
     """MCoreStrategy with the engine's model, or Lightning's own strategies with the plain twin."""
     strategy: Mapping[str, Any] = field(default_factory=dict)

@@ -142,6 +142,14 @@ def data_parallel(world: int) -> list[tuple[Group, Plan]]:
         "mcore, all, without CUDA graphs": eager,
     }
     ours = [Case(name=name, strategy=strategy, **common) for name, strategy in settings.items()]
+    adam = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
+    lean = Case(
+        name="mcore, all, TransformerEngine's cross entropy and Adam",
+        strategy=params | {"optimizer": adam},
+        options={"cross_entropy_fusion_impl": "te"},
+        needs=("gpu", "transformer_engine"),
+        **common,
+    )
     fsdp = Case(name="Lightning FSDP", framework="fsdp", needs=("gpu",), **common)
     larger = Case(
         name="Lightning DDP, buckets of 100 MB",
@@ -154,7 +162,7 @@ def data_parallel(world: int) -> list[tuple[Group, Plan]]:
         name=f"dp{world}",
         baseline=Case(name="Lightning DDP", framework="ddp", **common),
         # What compiles longest is late.
-        variants=(ours[0], larger, *ours[1:4], fsdp, *ours[4:]),
+        variants=(ours[0], lean, larger, *ours[1:4], fsdp, *ours[4:]),
     )
     return [(group, Plan(rounds=2, steps=6))]
 

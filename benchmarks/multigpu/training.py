@@ -78,7 +78,7 @@ def make_module(case: Case) -> GPT:
     """A GPT of either kind, with the dimensions that userbuffers want to know in advance."""
     dims = dataclasses.replace(MODELS[case.model], **case.changes)
     if case.framework == "mcore":
-        module = engine_module(dims)
+        module = engine_module(dims, case.options)
         if case.strategy.get("cp", 1) > 1:
             # A step has a part of each sequence only.
             module.call = lambda model, tokens, labels: model(

@@ -33,6 +33,9 @@ _GROUP_IDENTITY = ("lightning_group", "wd_mult", "lr_mult")
 _NOT_SAVED = {
     *("params", STEP),
     *("foreach", "fused", "capturable", "differentiable"),
+    # Of an offloaded optimizer; the classes among them could not be loaded either.
+    *("offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32"),
+    *("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
     *("is_expert_parallel", "is_decoupled_lr", *_GROUP_IDENTITY),
 }
 """What is stored elsewhere, and settings of a machine or a layout rather than of the training."""
