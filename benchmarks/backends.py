@@ -29,7 +29,7 @@ from modules import ddp_strategy, engine_module, fsdp_strategy, torch_module
 
 from gpt import batches
 from lightning_mcore import MCoreStrategy
-from lightning_mcore._mcore.cuda_graphs import forget_graphs
+from lightning_mcore._mcore.cuda_graphs import forget_graphs, pool_given_back
 from lightning_mcore._mcore.te_bindings import te_stands_in_for_apex
 from lightning_mcore.config import ParallelSizes
 from lightning_mcore.layout import resolve_layout
@@ -329,6 +329,8 @@ def _direct(entry: Entry, model: Model, device: torch.device, exits: ExitStack) 
             fields[_OF_MODEL[name]] = entry.strategy[name]
     if fields.get("gradient_accumulation_fusion") and not layers._grad_accum_fusion_available:
         exits.enter_context(te_stands_in_for_apex())
+    if _captures(entry):
+        exits.enter_context(pool_given_back())
     shards = world > 1
     switches = {
         "use_distributed_optimizer": shards,

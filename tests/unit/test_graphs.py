@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +186,37 @@ def test_a_failed_capture_is_forgotten() -> None:
     assert not engine_graphs.is_graph_warmup()
     assert not engine_graphs._CudagraphGlobalRecord.cudagraph_created
     assert engine_graphs.fwd_buffer_reuse_ref_count == 0
+
+
+@needs_0_19
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_use_of_the_pool_is_released(monkeypatch: Any, fails: bool) -> None:
+    """By torch's rules, with the engine's own allocation; the allocator itself needs a GPU."""
+    uses: Counter[Any] = Counter()
+    allocate = engine_graphs.alloc_tensor_from_graph_mempool
+    pools = [(0, 7), (0, 8)]
+
+    def at(change: int) -> Any:
+        return lambda device, pool: uses.update({(device, pool): change})
+
+    for name, change in (("beginAllocateCurrentThread", 1), ("endAllocate", 0), ("release", -1)):
+        to = "Pool" if name == "release" else "ToPool"
+        monkeypatch.setattr(torch._C, f"_cuda_{name}{to}", at(change), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    kept = suppress(ZeroDivisionError)
+    with kept, cuda_graphs.pool_given_back():
+        for pool in pools:
+            monkeypatch.setattr(engine_graphs.CudaGraphManager, "global_mempool", pool)
+            for _ in range(2):
+                meta = engine_graphs.ArgMetadata(torch.ones(4))
+                assert engine_graphs.alloc_tensor_from_graph_mempool(meta).shape == (4,)
+        assert uses == {(3, pool): 2 for pool in pools}
+        # As at the end of a run, where the engine forgets it first.
+        monkeypatch.setattr(engine_graphs.CudaGraphManager, "global_mempool", None)
+        if fails:
+            raise ZeroDivisionError
+    assert not any(uses.values())
+    assert engine_graphs.alloc_tensor_from_graph_mempool is allocate
 
 
 @needs_0_19
