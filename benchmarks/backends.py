@@ -269,7 +269,7 @@ def build(entry: Entry, model: Model, device: torch.device) -> Live:
                 "optimizer": _values(loop.optimizer_config),
             }
         else:
-            loop = _trainer(entry, model, device)
+            loop = trainer_loop(entry, model, device)
             loop.start()
             settings = _of_strategy(loop) if entry.backend == OURS else {}
         attention = {name: os.environ[name] for name in _ATTENTION if name in os.environ}
@@ -277,7 +277,8 @@ def build(entry: Entry, model: Model, device: torch.device) -> Live:
     return Live(entry, loop, settings, attention, kept)
 
 
-def _trainer(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
+def trainer_loop(entry: Entry, model: Model, device: torch.device) -> TrainerLoop:
+    """The Trainer of a backend of Lightning's, not started yet."""
     world = dist.get_world_size()
     options = {}
     if entry.backend == OURS:

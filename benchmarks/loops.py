@@ -96,6 +96,11 @@ class TrainerLoop(pl.Callback):
         self._wait()
         self._thread.join()
 
+    def run_alone(self, callback: pl.Callback) -> None:
+        """Runs ``fit`` in this thread, to the end that ``callback`` sets, in place of all above."""
+        self.trainer.callbacks = [callback if c is self else c for c in self.trainer.callbacks]
+        self.trainer.fit(self.module, self._loader)
+
     def release(self) -> None:
         """Frees parameters, gradients and optimizer state, after which only ``stop`` may follow.
 

@@ -36,10 +36,8 @@ from syncs import Syncs
 
 from gpt import GPT, SIZES, batches
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.optimizer import EngineOptimizer
-from lightning_mcore.schedule import StepRunner
 from lightning_mcore.stage import stages_of
-from ranks import be_quiet, become_rank, free_port
+from ranks import be_quiet, become_rank, free_port, without_room_for_frames
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp1": {"tp": 1, "pp": 1, "dp": 1},
@@ -70,8 +68,7 @@ def measure(rank: int, options: argparse.Namespace, layout: str, size_name: str,
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     if options.without_room:
-        for owner, name in ((StepRunner, "_run"), (EngineOptimizer, "step")):
-            setattr(owner, name, getattr(owner, name).__wrapped__)
+        without_room_for_frames()
     strategy = MCoreStrategy(
         sizes["tp"],
         sizes["pp"],

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,27 @@ def test_what_cannot_run_is_told_and_the_rest_goes_on(measured):
     assert fsdp["status"] == "cannot run"
     assert "failed" in markdown
     assert run.returncode == 1
+
+
+@pytest.mark.parametrize("arguments", [["lightning-mcore", "--without-room"], ["mcore-raw"]])
+def test_one_backend_alone(arguments):
+    run = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "alone.py"),
+            *("--model", "tiny", "--accelerator", "cpu", "--microbatches", "2"),
+            *("--warmup", "1", "--blocks", "3", "--steps", "2", "--backend", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    room = ", without room for frames" if "--without-room" in arguments else ""
+    form = rf"{arguments[0]}, tiny{room}: ([.\d]+) ms per step \[([.\d]+), ([.\d]+)\], processor"
+    found = re.search(form, run.stdout)
+    assert found, run.stderr
+    middle, low, high = map(float, found.groups())
+    assert 0 < low <= middle <= high
 
 
 def test_attention_prints_its_table():
