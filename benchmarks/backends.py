@@ -213,7 +213,7 @@ class Live:
         loop, self.loop = self.loop, None
         if isinstance(loop, DirectLoop):
             # A Trainer's strategy does it itself.
-            loop.delete_graphs()
+            loop.end()
         del loop
         if _captures(self.entry) and torch.cuda.is_available():
             _forget_graphs()

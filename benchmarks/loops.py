@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gpt import CLIP_NORM, GPT, LEARNING_RATE, WEIGHT_DECAY, batches, call_gpt, gpt_chunk
 from lightning_mcore._mcore.cuda_graphs import delete_graphs, graphable_layers, make_te_graphs
+from lightning_mcore._mcore.engine import clear_schedule_hooks
 
 Around = Callable[[], AbstractContextManager[Any]]
 """Opens a context around a block of steps, in the thread that runs them."""
@@ -261,10 +262,11 @@ class DirectLoop:
             for _ in range(steps):
                 self._step()
 
-    def delete_graphs(self) -> None:
-        """Frees captured layers, which hold each other in a way that outlives this loop; no step
-        may follow.
+    def end(self) -> None:
+        """Undoes what would outlive this loop: captured layers, which hold each other, and the
+        config's ways from the chunks to the optimizer. No step may follow.
         """
+        clear_schedule_hooks(self._chunks)
         if graph_impl(self.config) in ("local", "transformer_engine"):
             delete_graphs(graphable_layers(self._chunks), self._graphs)
             self._graphs = None
