@@ -22,6 +22,7 @@ from lightning_mcore.stage import (
     Stage,
     check_fields_used,
     check_nothing_is_missing,
+    check_recomputation,
     stages_of,
 )
 
@@ -109,6 +110,7 @@ def _call_factory(
             )
         check_fields_used(chunk.config, fields)
         check_nothing_is_missing(chunk.config)
+        check_recomputation(chunk.config)
         _check_balancing_losses(chunk.config, state.layout)
         chunks.append(chunk)
     seed_stage(state)

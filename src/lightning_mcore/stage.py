@@ -257,3 +257,25 @@ def check_nothing_is_missing(config: Any) -> None:
             " learning rates of matrices in hidden layers by mup_width_mult"
             f" ({config.mup_width_mult}); do so in the parameter groups of configure_optimizers."
         )
+
+
+def check_recomputation(config: Any) -> None:
+    """Refuses a setting with which the engine's backward pass would never end.
+
+    An MLP gives its last bias, a parameter, beside its output, to be added later. Where it is
+    recomputed (tensor_parallel/random.py, CheckpointFunction), the parameter becomes an output of
+    the function, whose backward pass runs the MLP, meets the parameter again, and so on.
+
+    Raises:
+        ConfigurationError: Naming the fields.
+    """
+    modules = getattr(config, "recompute_modules", None) or []
+    recomputed = config.recompute_granularity == "selective" and "mlp" in modules
+    only_experts = config.num_moe_experts is not None and config.moe_layer_freq == 1
+    if recomputed and config.add_bias_linear and not only_experts:
+        raise ConfigurationError(
+            "`recompute_modules` with 'mlp' in the factory's TransformerConfig excludes"
+            " `add_bias_linear` (True): megatron-core's backward pass would recompute the MLP for"
+            " its own bias, without end; leave 'mlp' out, use recompute_granularity='full', or"
+            " add_bias_linear=False."
+        )
