@@ -144,6 +144,12 @@ def _load(
     per_rank: Sequence[str],
 ) -> None:
     metadata = engine.sharding_metadata(groups.dp_cp)
+    settings: dict[str, Any] = {}
+    if optimizer is not None:
+        settings = step(
+            "reading the optimizer's settings",
+            lambda: _load_pickle(target / engine.COMMON_FILE, weights_only=True)["optimizer"],
+        )
 
     def request() -> tuple[engine.Tree, dict[str, engine.Stored]]:
         stored = engine.contents(target)
@@ -161,11 +167,10 @@ def _load(
     def install(loaded: engine.Tree) -> None:
         state_dict.load_model(state.chunks, loaded)
         if optimizer is not None:
-            settings = engine.read_common(target)["optimizer"]
             model = state_dict.model_tree(state.chunks, layout, metadata)
             optimizer_state.load_optimizer(optimizer, model, loaded.get("optimizer", {}), settings)
         elif state.optimizer is not None:
-            state.optimizer.reload_model_params()
+            engine.reload_main_parameters(state.optimizer)
         state.extra.update(loaded.get("extra", {}))
         if "rng" in loaded:
             state_dict.set_rng_states(loaded["rng"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mcore._mcore import engine
+from lightning_mcore._mcore import checkpointing, engine
 from lightning_mcore._mcore.late_norm import LateNorm
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.frames import with_room_for_frames
@@ -177,6 +177,10 @@ class EngineOptimizer:
             for param in group["params"]:
                 # The engine's fp32 step leaves its buffer there (optimizer.py, FP32Optimizer).
                 param.grad = None
+
+    def reload_main_parameters(self) -> None:
+        """Takes main parameters anew from the model's parameters, which have changed."""
+        checkpointing.reload_main_parameters(self.engine)
 
     def zero_grad(self) -> None:
         """Clears the engine's gradient buffers, before the first batch of an optimizer step."""

@@ -173,7 +173,7 @@ class ModelRun:
             self._losses = []
             if self.weights is not None and self.weights.check():
                 # By on_fit_start, for example: main parameters would undo it in the first step.
-                self.optimizer.engine.reload_model_params()
+                self.optimizer.reload_main_parameters()
             self.optimizer.zero_grad()
             if self.graphs is not None:
                 self.graphs.start_step(self.set_hooks, self._hooks_on)

@@ -49,6 +49,11 @@ GPU = CPU | {
 }
 DP2: tuple[int, dict[str, Any]] = (2, {})
 VPP: tuple[int, dict[str, Any]] = (8, {"pp": 4, "vpp": 2})
+OFFLOAD = {
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+}
 
 
 def _plan(
@@ -179,6 +184,10 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
      "cpu-offload-needs-precision-aware-optimizer"),
     ({"optimizer": {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}}, DP2,
      GPU, "error", "cpu-offload-fraction-missing"),
+    ({"optimizer": OFFLOAD}, DP2, GPU | {"precision": "32-true"}, "error",
+     "cpu-offload-needs-16-bit-parameters"),
+    ({"optimizer": OFFLOAD}, DP2, GPU | {"native_model": True}, "error",
+     "cpu-offload-needs-16-bit-parameters"),
 ]  # fmt: skip
 
 

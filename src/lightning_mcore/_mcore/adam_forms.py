@@ -107,6 +107,43 @@ def set_steps(inner: Any, step: float) -> None:
                 group["step"] = int(step)
 
 
+def settle(inner: Any, step: float) -> None:
+    """Completes what the engine loaded into an offloaded optimizer.
+
+    Its state are slices of tensors on the host that hold the whole data-parallel group's
+    (distrib_optimizer.py, ``load_parameter_state_from_fully_reshardable``), which optimizers on the
+    host would keep alive; and the main parameters in it are not those that are stepped.
+
+    Args:
+        inner: The engine's ``HybridDeviceOptimizer``.
+        step: How many steps it has done.
+    """
+    inner._sync_sub_optimizers_state_to_hdo()
+    for optimizer in inner.sub_optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if value.untyped_storage().nbytes() > value.nbytes:
+                    state[name] = value.clone()
+    set_steps(inner, step)
+
+
+@torch.no_grad()
+def take_parameters(part: Any) -> None:
+    """Sets main parameters that a fused Adam keeps to the model's parameters.
+
+    The engine leaves that to the optimizer (distrib_optimizer.py,
+    ``_copy_model_params_to_main_params``), which does so in its first step only.
+    """
+    inner = part.optimizer
+    if not getattr(inner, "master_weights", False):
+        return
+    with takes_whole_values(part):
+        for group in inner.param_groups:
+            for param in group["params"]:
+                if inner.state.get(param):
+                    inner.set_scaled_state(param, "master_param", param.detach())
+
+
 @contextmanager
 def takes_whole_values(part: Any) -> Iterator[bool]:
     """Lets a fused Adam be set to values as checkpoints hold them.

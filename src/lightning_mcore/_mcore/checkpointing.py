@@ -232,11 +232,6 @@ def _without_torch_notices() -> Iterator[None]:
         yield
 
 
-def read_common(directory: Path) -> dict[str, Any]:
-    """Reads what is not sharded."""
-    return torch.load(directory / COMMON_FILE, map_location="cpu", weights_only=True)
-
-
 # ------------------------------------------------------------------------------ optimizers
 
 
@@ -332,11 +327,18 @@ def set_distributed_state(part: Any, state: dict[int, Tree], step: float) -> Non
     if sets_parameters:
         gather_parameters(part.model_chunks)
     if isinstance(inner, HybridDeviceOptimizer):
-        adam_forms.set_steps(inner, step)
+        adam_forms.settle(inner, step)
     elif counts_in_state(part):
         for group in inner.param_groups:
             for param in group["params"]:
                 inner.state[param][STEP] = new_step(step, param, group)
+
+
+def reload_main_parameters(optimizer: Any) -> None:
+    """Sets main parameters to the model's parameters, which have changed, in every kind of Adam."""
+    optimizer.reload_model_params()
+    for part in parts_of(optimizer):
+        adam_forms.take_parameters(part)
 
 
 def main_parameter(part: Any, param: Tensor) -> Tensor:

@@ -287,6 +287,19 @@ def check_optimizer_fields(
             optimizer_cpu_offload=True,
             optimizer_offload_fraction=0.0,
         )
+    if fields.get("optimizer_cpu_offload") and (
+        facts.native_model or not facts.precision.endswith("-mixed")
+    ):
+        # hybrid_optimizer.py, _update_fp32_params_by_new_state, looks for an fp32 copy of each.
+        findings.error(
+            "cpu-offload-needs-16-bit-parameters",
+            "`optimizer_cpu_offload` (True) in `optimizer` needs parameters in 16 bits, but"
+            f" {'a plain torch model' if facts.native_model else 'a model'} under `precision`"
+            f" ({facts.precision!r}) has others, with which the engine cannot resume a run",
+            "use a Megatron model with Trainer(precision='bf16-mixed'), or leave it out",
+            optimizer_cpu_offload=True,
+            precision=facts.precision,
+        )
     for name in fields:
         why = _UNREAD_OPTIMIZER_FIELDS.get(name)
         if name.startswith(_OF_OTHER_OPTIMIZERS):
