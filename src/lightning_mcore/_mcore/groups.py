@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import moe_utils
 
+from lightning_mcore._mcore import mtp
 from lightning_mcore.layout import Layout
 
 
@@ -57,13 +58,14 @@ def destroy_parallel_state() -> None:
     """Forgets the engine's process groups and buffers. Every rank calls it."""
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
-    # Losses of expert layers are kept per process in tensors as long as the first model was deep,
-    # with its groups: a deeper one would be out of bounds (moe_logging.py, record). A dict until
-    # 0.18, an object from then on.
+    # Losses of expert layers, and of further tokens, are kept per process in tensors as long as the
+    # first model was deep, with its groups: a deeper one would be out of bounds (moe_logging.py,
+    # record; multi_token_prediction.py). A dict until 0.18, an object from then on.
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         moe_utils.get_moe_metrics_tracker().metrics.clear()
     else:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    mtp.forget_losses()
 
 
 def parallel_state_exists() -> bool:

@@ -13,6 +13,7 @@ from lightning_mcore.callbacks.loss_spike import LossSpike
 from lightning_mcore.callbacks.memory_stats import MemoryStats
 from lightning_mcore.callbacks.model_summary import ModelSummary
 from lightning_mcore.callbacks.moe_stats import MoEStats
+from lightning_mcore.callbacks.mtp_losses import MTPLosses
 from lightning_mcore.callbacks.nsight_profile import NsightProfile
 from lightning_mcore.callbacks.optimizer_stats import OptimizerStats
 from lightning_mcore.callbacks.replica_check import ReplicaCheck, ReplicasDiffer
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertPlacement",
     "GarbageCollection",
     "LossSpike",
+    "MTPLosses",
     "MemoryStats",
     "MoEStats",
     "ModelSummary",

@@ -1,0 +1,196 @@
+"""Multi-token prediction: the same training in every layout, and its losses in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from lightning_mcore.callbacks import MTPLosses
+from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.testing import run_ranks
+from tests.gpt import HEADS, HIDDEN, LAYERS, SEQ, VOCAB, call_gpt, token_dataset
+from tests.parity.layouts import InOrder
+from tests.ranks.trainers import make_trainer
+
+STEPS, BATCH, MICRO_BATCH = 4, 8, 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "pp2vpp2": {"pp": 2, "vpp": 2},
+}
+
+
+class Further(L.LightningModule):
+    """A GPT that predicts further tokens."""
+
+    def __init__(self, predictions: int = 1, positions: Any = "rope") -> None:
+        super().__init__()
+        self.predictions, self.positions = predictions, positions
+
+    def configure_model(self) -> None:
+        self.model = self.trainer.strategy.build(self.make_chunk)
+
+    def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
+        config = TransformerConfig(
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            mtp_num_layers=self.predictions or None,
+            **fields,
+        )
+        layer = get_gpt_layer_local_spec()
+        further = {}
+        if self.predictions:
+            further["mtp_block_spec"] = get_gpt_mtp_block_spec(
+                config, layer, use_transformer_engine=False, vp_stage=stage.vp_stage
+            )
+        return GPTModel(
+            config,
+            layer,
+            VOCAB,
+            SEQ,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
+            vp_stage=stage.vp_stage,
+            position_embedding_type=self.positions,
+            **further,
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return call_gpt(self.model, *batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Engine(L.Callback):
+    """The engine's own sums, before they are taken, over the microbatches: means on one rank."""
+
+    def __init__(self) -> None:
+        self.means: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        tracker = MTPLossLoggingHelper.tracker
+        values = tracker.get("loss_values", tracker.get("values"))
+        self.means.append((values * MICRO_BATCH / BATCH).tolist())
+
+
+class Record(L.Callback):
+    """Loss, gradient norm and the losses of further tokens of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        logged = trainer.callback_metrics
+        further = [float(logged[f"mtp/loss_{k + 1}"]) for k in range(module.predictions)]
+        norm = float(trainer.strategy.step_stats.grad_norm)
+        self.steps.append([float(outputs["loss"]), norm, *further])
+
+
+def fit(
+    strategy: Mapping[str, Any],
+    module: Further,
+    *callbacks: L.Callback,
+    replicas: int = 1,
+    steps: int = STEPS,
+    path: Path | None = None,
+) -> L.Trainer:
+    trainer = make_trainer(
+        {"micro_batch_size": MICRO_BATCH, **strategy},
+        callbacks=[*callbacks],
+        max_steps=steps,
+        max_epochs=-1,
+    )
+    data = InOrder(token_dataset(BATCH * STEPS), BATCH // replicas)
+    trainer.fit(module, datamodule=data, ckpt_path=path)
+    return trainer
+
+
+def resumed(strategy: Mapping[str, Any], path: Path, predictions: int, replicas: int = 1) -> Any:
+    record = Record()
+    losses = MTPLosses(every_n_steps=1)
+    fit(strategy, Further(predictions), losses, record, replicas=replicas, path=path)
+    return record.steps
+
+
+def one_rank(folder: Path) -> Any:
+    """Starts that are saved, and gone on with here; two tokens after one, in one process."""
+    found = {}
+    for predictions in (1, 2):
+        path = folder / f"{predictions}.ckpt"
+        engine, record = Engine(), Record()
+        fit({}, Further(predictions), steps=1).save_checkpoint(path)
+        fit({}, Further(predictions), engine, MTPLosses(every_n_steps=1), record, path=path)
+        found[predictions] = record.steps, engine.means
+    return found
+
+
+def two_ranks(folder: Path) -> Any:
+    found = {}
+    for layout, sizes in LAYOUTS.items():
+        replicas = 2 if layout == "dp2" else 1
+        for predictions in (1, 2):
+            path = folder / f"{predictions}.ckpt"
+            found[layout, predictions] = resumed(sizes, path, predictions, replicas)
+    return found, [
+        error_of(lambda: fit({"pp": 2}, Further(1, "learned_absolute"))),
+        error_of(lambda: fit({"pp": 2}, Further(0), MTPLosses())),
+    ]
+
+
+def error_of(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Any:
+    folder = tmp_path_factory.mktemp("mtp")
+    (one,) = run_ranks(one_rank, 1, folder, timeout_s=60)
+    return one, run_ranks(two_ranks, 2, folder, timeout_s=120)
+
+
+@pytest.mark.parametrize("predictions", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_like_one_process(runs, layout, predictions):
+    one, several = runs
+    expected = torch.tensor(one[predictions][0])
+    assert expected.shape == (STEPS - 1, 2 + predictions)
+    assert bool(expected.isfinite().all())
+    for found, _ in several:
+        torch.testing.assert_close(
+            torch.tensor(found[layout, predictions]), expected, rtol=1e-5, atol=0.0
+        )
+
+
+@pytest.mark.parametrize("predictions", [1, 2])
+def test_losses_are_the_engines_means(runs, predictions):
+    steps, means = runs[0][predictions]
+    assert [step[2:] for step in steps] == [pytest.approx(mean, rel=1e-6) for mean in means]
+    assert all(3.0 < loss < 5.0 for step in steps for loss in step[2:]), "log(64) is 4.16"
+
+
+def test_what_cannot_be(runs):
+    for _, (positions, no_predictions) in runs[1]:
+        assert "`mtp_num_layers` with `pp` (2) needs position_embedding_type 'rope'" in positions
+        assert "`MTPLosses` needs a model that predicts several tokens" in no_predictions
