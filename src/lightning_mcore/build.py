@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mcore._mcore import engine, moe, mtp
+from lightning_mcore._mcore import engine, moe
 from lightning_mcore.errors import ConfigurationError, SequenceParallelRefused
 from lightning_mcore.layout import Layout
 from lightning_mcore.parallel_state import ParallelState, seed_stage
@@ -113,7 +113,6 @@ def _call_factory(
         check_recomputation(chunk.config)
         _check_balancing_losses(chunk.config, state.layout)
         chunks.append(chunk)
-    _check_positions(chunks, state.layout)
     seed_stage(state)
     return chunks
 
@@ -126,15 +125,6 @@ def _check_balancing_losses(config: Any, layout: Layout) -> None:
             f" megatron-core {engine.ENGINE_VERSION}, before 0.19, divide the gradients of"
             f" moe_aux_loss_coeff and moe_z_loss_coeff by {parts} too much; use megatron-core 0.19"
             " or newer, per_token_loss=False, or coefficients of 0."
-        )
-
-
-def _check_positions(chunks: Sequence[nn.Module], layout: Layout) -> None:
-    if mtp.splits_positions(chunks, pp=layout.pp):
-        raise ConfigurationError(
-            f"`mtp_num_layers` with `pp` ({layout.pp}) needs position_embedding_type 'rope' or"
-            " 'none', but the factory's model learns absolute positions, of which the first and the"
-            " last stage would train copies of their own; use rotary positions, or pp=1."
         )
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the same training in every layout, and its losses in the log."""
+"""The losses of multi-token prediction in the log; tests/parity/test_token_prediction.py trains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ STEPS, BATCH, MICRO_BATCH = 4, 8, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
     "pp2vpp2": {"pp": 2, "vpp": 2},
 }
 
@@ -37,9 +36,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Further(L.LightningModule):
     """A GPT that predicts further tokens."""
 
-    def __init__(self, predictions: int = 1, positions: Any = "rope") -> None:
+    def __init__(self, predictions: int) -> None:
         super().__init__()
-        self.predictions, self.positions = predictions, positions
+        self.predictions = predictions
 
     def configure_model(self) -> None:
         self.model = self.trainer.strategy.build(self.make_chunk)
@@ -68,7 +67,7 @@ class Further(L.LightningModule):
             pre_process=stage.is_first,
             post_process=stage.is_last,
             vp_stage=stage.vp_stage,
-            position_embedding_type=self.positions,
+            position_embedding_type="rope",
             **further,
         )
 
@@ -88,6 +87,8 @@ class Engine(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         tracker = MTPLossLoggingHelper.tracker
         values = tracker.get("loss_values", tracker.get("values"))
+        if values is None:  # on an earlier stage
+            return
         self.means.append((values * MICRO_BATCH / BATCH).tolist())
 
 
@@ -123,36 +124,24 @@ def fit(
     return trainer
 
 
-def resumed(strategy: Mapping[str, Any], path: Path, predictions: int, replicas: int = 1) -> Any:
-    record = Record()
-    losses = MTPLosses(every_n_steps=1)
-    fit(strategy, Further(predictions), losses, record, replicas=replicas, path=path)
-    return record.steps
+def resumed(strategy: Mapping[str, Any], path: Path, replicas: int = 1) -> Any:
+    engine, record = Engine(), Record()
+    callbacks = engine, MTPLosses(every_n_steps=1), record
+    fit(strategy, Further(2), *callbacks, replicas=replicas, path=path)
+    return record.steps, engine.means
 
 
-def one_rank(folder: Path) -> Any:
-    """Starts that are saved, and gone on with here; two tokens after one, in one process."""
-    found = {}
-    for predictions in (1, 2):
-        path = folder / f"{predictions}.ckpt"
-        engine, record = Engine(), Record()
-        fit({}, Further(predictions), steps=1).save_checkpoint(path)
-        fit({}, Further(predictions), engine, MTPLosses(every_n_steps=1), record, path=path)
-        found[predictions] = record.steps, engine.means
-    return found
+def one_rank(path: Path) -> Any:
+    fit({}, Further(2), steps=1).save_checkpoint(path)
+    return resumed({}, path)
 
 
-def two_ranks(folder: Path) -> Any:
-    found = {}
-    for layout, sizes in LAYOUTS.items():
-        replicas = 2 if layout == "dp2" else 1
-        for predictions in (1, 2):
-            path = folder / f"{predictions}.ckpt"
-            found[layout, predictions] = resumed(sizes, path, predictions, replicas)
-    return found, [
-        error_of(lambda: fit({"pp": 2}, Further(1, "learned_absolute"))),
-        error_of(lambda: fit({"pp": 2}, Further(0), MTPLosses())),
-    ]
+def two_ranks(path: Path) -> Any:
+    found = {
+        layout: resumed(sizes, path, 2 if layout == "dp2" else 1)[0]
+        for layout, sizes in LAYOUTS.items()
+    }
+    return found, error_of(lambda: fit({"pp": 2}, Further(0), MTPLosses()))
 
 
 def error_of(run: Callable[[], Any]) -> str:
@@ -165,32 +154,27 @@ def error_of(run: Callable[[], Any]) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Any:
-    folder = tmp_path_factory.mktemp("mtp")
-    (one,) = run_ranks(one_rank, 1, folder, timeout_s=60)
-    return one, run_ranks(two_ranks, 2, folder, timeout_s=120)
+    path = tmp_path_factory.mktemp("mtp") / "one.ckpt"
+    (one,) = run_ranks(one_rank, 1, path, timeout_s=60)
+    return one, run_ranks(two_ranks, 2, path, timeout_s=120)
 
 
-@pytest.mark.parametrize("predictions", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_like_one_process(runs, layout, predictions):
-    one, several = runs
-    expected = torch.tensor(one[predictions][0])
-    assert expected.shape == (STEPS - 1, 2 + predictions)
-    assert bool(expected.isfinite().all())
-    for found, _ in several:
-        torch.testing.assert_close(
-            torch.tensor(found[layout, predictions]), expected, rtol=1e-5, atol=0.0
-        )
-
-
-@pytest.mark.parametrize("predictions", [1, 2])
-def test_losses_are_the_engines_means(runs, predictions):
-    steps, means = runs[0][predictions]
+def test_losses_are_the_engines_means(runs):
+    steps, means = runs[0]
+    assert len(steps) == STEPS - 1
     assert [step[2:] for step in steps] == [pytest.approx(mean, rel=1e-6) for mean in means]
     assert all(3.0 < loss < 5.0 for step in steps for loss in step[2:]), "log(64) is 4.16"
 
 
-def test_what_cannot_be(runs):
-    for _, (positions, no_predictions) in runs[1]:
-        assert "`mtp_num_layers` with `pp` (2) needs position_embedding_type 'rope'" in positions
-        assert "`MTPLosses` needs a model that predicts several tokens" in no_predictions
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_logs_the_same(runs, layout):
+    (expected, _), several = runs
+    for found, _ in several:
+        torch.testing.assert_close(
+            torch.tensor(found[layout]), torch.tensor(expected), rtol=1e-5, atol=0.0
+        )
+
+
+def test_a_model_that_predicts_one_token_has_none(runs):
+    for _, refused in runs[1]:
+        assert "`MTPLosses` needs a model that predicts several tokens" in refused

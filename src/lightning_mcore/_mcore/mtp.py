@@ -6,8 +6,6 @@ What enters and leaves are modules and tensors. Nothing here is collective.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,13 +16,7 @@ with warnings.catch_warnings():
         MultiTokenPredictionBlock,
     )
 
-__all__ = [
-    "count_predictions",
-    "find_prediction_blocks",
-    "forget_losses",
-    "splits_positions",
-    "take_losses",
-]
+__all__ = ["count_predictions", "find_prediction_blocks", "forget_losses", "take_losses"]
 
 
 def count_predictions(model: nn.Module) -> int:
@@ -36,19 +28,6 @@ def count_predictions(model: nn.Module) -> int:
 def find_prediction_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks on this rank that predict further tokens: one on the last stage, none before."""
     return [module for module in model.modules() if isinstance(module, MultiTokenPredictionBlock)]
-
-
-def splits_positions(chunks: Iterable[Any], *, pp: int) -> bool:
-    """Whether the stage that predicts has learned positions of its own, which would drift away.
-
-    The engine adds up the gradients of both copies of the token embedding, but not of these
-    (distributed/finalize_model_grads.py); Megatron-LM's script refuses them (arguments.py).
-    """
-    return pp > 1 and any(
-        getattr(chunk, "position_embedding_type", None) == "learned_absolute"
-        and getattr(chunk.config, "mtp_num_layers", None)
-        for chunk in chunks
-    )
 
 
 def take_losses() -> Tensor | None:
