@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_mcore._lightning import limit_threads
+from lightning_mcore.errors import ConfigurationError
 
 Around = Callable[..., Any]
 """Called with a Trainer's entry point and its arguments, to call it."""
@@ -57,10 +59,19 @@ class _StartingLauncher(_SubprocessScriptLauncher):
         self._patience_s = patience_s
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's, with an observer of our own."""
+        """As Lightning's, with an observer of our own.
+
+        A Trainer's later entry points (``test`` after ``fit``) find the ranks that its first one
+        started: that left LOCAL_RANK, by which the environment tells.
+
+        Raises:
+            ConfigurationError: If other nodes could never find this one, before anything starts.
+        """
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
-        self._call_children_scripts()
-        _PatientObserver(self.procs, self._patience_s).start()
+        if not self.cluster_environment.creates_processes_externally:
+            _check_nodes_can_meet(self.cluster_environment, self.num_nodes)
+            self._call_children_scripts()
+            _PatientObserver(self.procs, self._patience_s).start()
         limit_threads(self.num_processes)
         return self._around(function, *args, **kwargs)
 
@@ -86,6 +97,18 @@ class _StartingLauncher(_SubprocessScriptLauncher):
                 " zero, where CUDA has started already, and is set for the other ranks only; export"
                 " it before the start, or use CUDA only after trainer.fit has begun."
             )
+
+
+def _check_nodes_can_meet(environment: Any, num_nodes: int) -> None:
+    """Without MASTER_PORT each node waits at a free port of its own, which no other one knows."""
+    if num_nodes == 1 or not isinstance(environment, LightningEnvironment):
+        return
+    if "MASTER_PORT" not in os.environ:
+        raise ConfigurationError(
+            f"`num_nodes` ({num_nodes}) needs variables that tell the nodes of each other, and"
+            " MASTER_PORT is not set; start the script with torchrun or srun, or on each node with"
+            " MASTER_ADDR, MASTER_PORT and NODE_RANK set, or use num_nodes=1."
+        )
 
 
 class _PresentLauncher(_Launcher):

@@ -77,7 +77,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"`{path}` is not a checkpoint of lightning-mcore, which is a directory with"
-            f" `{MANIFEST_FILE}` ({cause(error)})."
+            f" `{MANIFEST_FILE}` ({cause(error)}).{_name_other_ways(path)}"
         ) from error
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -94,6 +94,16 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
             f" {len(files)} files, hidden ones too, or load another checkpoint."
         )
     return manifest
+
+
+def _name_other_ways(path: Path) -> str:
+    """For one plain file, as DDP saves it: what reads that."""
+    if not path.is_file():
+        return ""
+    return (
+        " Of a plain file, MCoreStrategy(init_from=PATH) loads the weights; the optimizer and the"
+        " step it was saved at cannot be resumed."
+    )
 
 
 def _is_leftover(name: str) -> bool:

@@ -139,7 +139,8 @@ _OTHER_DTYPE = (
 def _text(why: str) -> str:
     return (
         f"A hook used `param.grad`, but {why}. Trainer(gradient_clip_val=...) clips by the norm of"
-        " the whole gradient, which strategy.step_stats.grad_norm tells after each step."
+        " the whole gradient, which strategy.step_stats.grad_norm tells after each step and"
+        " callbacks.OptimizerStats logs."
     )
 
 

@@ -577,6 +577,12 @@ def errors_of_loading(layout, groups, path):
     return str(caught.value)
 
 
+def replace_by_a_file(path: Path) -> None:
+    """What ``ckpt_path`` meets in the folder of a run under DDP."""
+    shutil.rmtree(path)
+    torch.save({"state_dict": {}}, path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -586,6 +592,7 @@ def errors_of_loading(layout, groups, path):
         (lambda path: (path / "lightning_mcore.json").unlink(), "not a checkpoint of lightning"),
         (lambda path: (path / "lightning_mcore.json").write_text("{"), "not a checkpoint of"),
         (shutil.rmtree, "There is no checkpoint"),
+        (replace_by_a_file, "MCoreStrategy(init_from=PATH) loads the weights"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_clear_error_on_all_ranks(own_copy, damage, message):

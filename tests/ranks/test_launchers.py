@@ -11,9 +11,11 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreStrategy
+from lightning_mcore import ConfigurationError, MCoreStrategy
 from lightning_mcore.checkpoint import read_manifest
+from tests.ranks.trainers import Blocks, numbered_rows
 
 SCRIPT = """
 import sys
@@ -36,6 +38,9 @@ if __name__ == "__main__":
     trainer.fit(Blocks(), DataLoader(numbered_rows(12), batch_size=4))
     layout = trainer.strategy.layout
     loss = float(trainer.callback_metrics["train_loss"])
+    # Another entry point of the same Trainer runs on the ranks that there are.
+    trainer.validate(trainer.lightning_module, DataLoader(numbered_rows(4), batch_size=4))
+    assert float(trainer.callback_metrics["val_loss"]) > 0
     print(f"RESULT rank {layout.rank} of {layout.world_size} stage {layout.pp_rank} {loss:.6f}")
 """
 
@@ -223,6 +228,19 @@ def test_two_nodes_on_one_machine(script):
         for node in range(2)
     ]
     check_two_stages(results(nodes))
+
+
+def test_nodes_that_could_not_find_each_other_are_refused(monkeypatch):
+    """Each would wait for the others at a port of its own, for as long as a rendezvous may take."""
+    for name in ("LOCAL_RANK", "NODE_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    rows = DataLoader(numbered_rows(8), batch_size=4)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, num_nodes=2, strategy=MCoreStrategy(), logger=False
+    )
+    with pytest.raises(ConfigurationError, match=r"`num_nodes` \(2\) needs .* MASTER_PORT .* set"):
+        trainer.fit(Blocks(), rows)
+    assert "LOCAL_RANK" not in os.environ, "nothing was started"
 
 
 def test_an_interactive_session_is_refused_with_the_reason(monkeypatch):
