@@ -37,8 +37,9 @@ def check_same_batch(batch: Any, state: ParallelState) -> None:
                 f"Ranks {other} and {rank} are tensor-, context- or pipeline-parallel peers and"
                 " must draw the same batch, but drew different ones; leave"
                 " Trainer(use_distributed_sampler=True), or build your own sampler with"
-                " strategy.distributed_sampler_kwargs, and call lightning.seed_everything(...) if"
-                " the data are drawn at random."
+                " strategy.distributed_sampler_kwargs, let an IterableDataset take the part"
+                " strategy.layout.dp_rank of strategy.layout.dp, and call"
+                " lightning.seed_everything(...) if the data are drawn at random."
             )
 
 

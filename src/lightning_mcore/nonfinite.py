@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mcore.names import PLAIN_PREFIX
 from lightning_mcore.parallel_state import ParallelState
 
 NonFinite = Literal["error", "skip", "warn"]
@@ -74,7 +75,7 @@ def _search(chunks: Sequence[nn.Module], losses: Sequence[Tensor], state: Parall
             grad = param.grad if grad is None else grad
             total += 1
             if grad is not None and not bool(torch.isfinite(grad).all()):
-                bad.append((index * layout.pp + layout.pp_rank, name))
+                bad.append((index * layout.pp + layout.pp_rank, name.removeprefix(PLAIN_PREFIX)))
     values = [float(loss) for loss in losses]
     last = bad[-1] if bad else (-1, None)
     return _Found(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_mcore._mcore import engine
+from lightning_mcore.names import PLAIN_PREFIX
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.stage import Pipeline
 
@@ -31,9 +32,9 @@ def wrap_chunks(
 
 
 def trainable_names(chunks: Sequence[nn.Module]) -> dict[int, str]:
-    """Names of trainable parameters by id."""
+    """Names of trainable parameters by id, as their author knows them."""
     return {
-        id(param): f"chunk {index}: {name}" if len(chunks) > 1 else name
+        id(param): f"chunk {index}: {name}" if len(chunks) > 1 else name.removeprefix(PLAIN_PREFIX)
         for index, chunk in enumerate(chunks)
         for name, param in chunk.named_parameters()
         if param.requires_grad
