@@ -77,7 +77,8 @@ def _call_factory(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(state.seed + stage.index)
             try:
-                chunk = factory(stage, **fields)
+                with engine.without_notice_of_defaults():
+                    chunk = factory(stage, **fields)
             except TypeError as error:
                 if "multiple values for keyword argument" not in str(error):
                     raise

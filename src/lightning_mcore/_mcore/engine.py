@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -80,9 +80,20 @@ def native_config(num_layers: int, fields: Mapping[str, Any]) -> TransformerConf
     Hidden size 1 makes the engine's pipeline tensor shape ``[s, b, h]`` equal ``[s, b, 1]``, so a
     stage's output can travel as a flat vector whatever its own shape is.
     """
-    return TransformerConfig(
-        num_layers=num_layers, hidden_size=1, num_attention_heads=1, ffn_hidden_size=1, **fields
-    )
+    sizes = dict.fromkeys(("hidden_size", "num_attention_heads", "ffn_hidden_size"), 1)
+    with without_notice_of_defaults():
+        return TransformerConfig(num_layers=num_layers, **sizes, **fields)
+
+
+@contextmanager
+def without_notice_of_defaults() -> Iterator[None]:
+    """Around the making of configs: hides that the default of ``cuda_graph_modules`` is deprecated.
+
+    Megatron-core 0.19 warns of it in every run, whatever the user set (transformer_config.py).
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        yield
 
 
 def check_field_names(*, ddp: Iterable[str] = (), optimizer: Iterable[str] = ()) -> None:
