@@ -23,6 +23,8 @@ from lightning_mcore.stage import (
     check_fields_used,
     check_nothing_is_missing,
     check_recomputation,
+    check_token_prediction,
+    check_variable_lengths,
     stages_of,
 )
 
@@ -113,6 +115,8 @@ def _call_factory(
         check_nothing_is_missing(chunk.config)
         check_recomputation(chunk.config)
         _check_balancing_losses(chunk.config, state.layout)
+        check_token_prediction(chunk, pp=state.layout.pp)
+        check_variable_lengths(chunk.config, pp=state.layout.pp)
         chunks.append(chunk)
     seed_stage(state)
     return chunks

@@ -279,3 +279,48 @@ def check_recomputation(config: Any) -> None:
             " its own bias, without end; leave 'mlp' out, use recompute_granularity='full', or"
             " add_bias_linear=False."
         )
+
+
+def check_token_prediction(chunk: nn.Module, *, pp: int) -> None:
+    """Checks embeddings of which multi-token prediction needs a copy on the last of ``pp`` stages.
+
+    Raises:
+        ConfigurationError: On every stage alike, for those that the engine would train wrongly or
+            could not save.
+    """
+    depth = getattr(chunk.config, "mtp_num_layers", None)
+    if not depth or pp == 1:
+        return
+    if getattr(chunk, "position_embedding_type", None) == "learned_absolute":
+        # finalize_model_grads.py, _allreduce_word_embedding_grads: of words only. Megatron-LM's
+        # training script asserts it (arguments.py), the model does not.
+        raise ConfigurationError(
+            f"`mtp_num_layers` ({depth}) with `pp` ({pp}) excludes learned positions: the last"
+            " stage has a copy of the embedding, of which the engine sums the gradients of words"
+            " only, so that the positions of both stages would drift apart; use"
+            " position_embedding_type='rope' or 'none' in the factory, or pp=1."
+        )
+    if getattr(chunk, "share_embeddings_and_output_weights", False):
+        # The output layer gets a weight of its own all the same (gpt_model.py,
+        # skip_weight_param_allocation), and with both, sharded_state_dict fails at the first save
+        # (language_module.py, tie_embeddings_and_output_weights_state_dict).
+        raise ConfigurationError(
+            f"`mtp_num_layers` ({depth}) with `pp` ({pp}) excludes tied embeddings: the engine"
+            " cannot save a last stage that has a copy of the embedding and a tied output layer;"
+            " use share_embeddings_and_output_weights=False in the factory, or pp=1."
+        )
+
+
+def check_variable_lengths(config: Any, *, pp: int) -> None:
+    """Checks a field that sends the shape of each tensor before it.
+
+    Raises:
+        ConfigurationError: Where that is known to deadlock.
+    """
+    if pp >= 4 and getattr(config, "variable_seq_lengths", False) and config.batch_p2p_comm:
+        raise ConfigurationError(
+            f"`variable_seq_lengths` (True) of the chunk's config with `pp` ({pp}) and batched"
+            " transfers can deadlock (NVIDIA/Megatron-LM#5100); leave it out, since the strategy"
+            " reads the length of every batch from the model call, or use"
+            " MCoreStrategy(batch_p2p=False)."
+        )

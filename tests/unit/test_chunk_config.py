@@ -9,7 +9,12 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lightning_mcore.errors import ConfigurationError
-from lightning_mcore.stage import check_fields_used, check_nothing_is_missing
+from lightning_mcore.stage import (
+    check_fields_used,
+    check_nothing_is_missing,
+    check_token_prediction,
+    check_variable_lengths,
+)
 
 FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 
@@ -60,3 +65,28 @@ def test_what_only_megatrons_script_completes(name):
 def test_mup_warns_of_learning_rates():
     with pytest.warns(UserWarning, match="mup_width_mult"):
         check_nothing_is_missing(SimpleNamespace(use_mup=True, mup_width_mult=4.0))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "use"),
+    [
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='rope'"),
+        ({"share_embeddings_and_output_weights": True}, "embeddings_and_output_weights=False"),
+    ],
+)
+def test_embeddings_under_multi_token_prediction(chunk, use):
+    predicting = SimpleNamespace(config=config(mtp_num_layers=1), **chunk)
+    with pytest.raises(ConfigurationError, match=rf"`mtp_num_layers` \(1\) with `pp` \(2\).*{use}"):
+        check_token_prediction(predicting, pp=2)
+    check_token_prediction(predicting, pp=1)
+    check_token_prediction(SimpleNamespace(config=config(), **chunk), pp=2)
+    check_token_prediction(SimpleNamespace(config=config(mtp_num_layers=1)), pp=2)
+
+
+def test_variable_lengths_in_batched_transfers():
+    fields = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    with pytest.raises(ConfigurationError, match=r"`pp` \(4\).*batch_p2p=False"):
+        check_variable_lengths(config(**fields), pp=4)
+    check_variable_lengths(config(**fields), pp=2)
+    check_variable_lengths(config(**fields, batch_p2p_comm=False), pp=4)
+    check_variable_lengths(config(), pp=4)
