@@ -69,6 +69,21 @@ class TrainState:
     """Objects of this rank alone by name. Loading at the same layout puts the saved ones here."""
 
 
+def check_model(chunks: Sequence[nn.Module], *, layout: Layout, groups: CheckpointGroups) -> None:
+    """Describes a model as a save does, and drops the description. Collective over the world.
+
+    Raises:
+        CheckpointError: On every rank, naming each rank that failed and the cause.
+    """
+    step = Steps(
+        "The model cannot be saved, so training was not started"
+        " (Trainer(enable_checkpointing=False) trains without checkpoints)",
+        groups.world_cpu,
+    )
+    metadata = engine.sharding_metadata(groups.dp_cp)
+    step("describing the model", lambda: state_dict.model_tree(chunks, layout, metadata))
+
+
 def save_checkpoint(
     path: str | os.PathLike[str],
     state: TrainState,

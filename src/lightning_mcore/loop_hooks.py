@@ -24,6 +24,7 @@ from lightning_mcore._mcore.cuda_graphs import graph_safe_process
 from lightning_mcore._mcore.te_bindings import te_split_of_qkv, te_stands_in_for_apex
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
+from lightning_mcore.checkpoint_save import check_model
 from lightning_mcore.config import ModelDims
 from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
@@ -202,6 +203,9 @@ class LoopStrategy(CheckpointStrategy):
         )
         self._run.train_loaders = self._train_loaders
         self._switches = self._run.switches
+        if fits and trainer.checkpoint_callbacks:
+            # At the start rather than at the first save, hours later.
+            check_model(self._run.inner, layout=self.layout, groups=self.groups)
         if fits and facts.hooks_see_gradients:
             sharded = bool(self._switches.use_distributed_optimizer.effective)
             why_not = why_not_whole(self.layout, self.precision_plugin, sharded=sharded)

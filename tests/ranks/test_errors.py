@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from lightning_mcore.errors import ConfigurationError
+from lightning_mcore.errors import CheckpointError, ConfigurationError
 from lightning_mcore.testing import RankError, run_ranks
 from tests.ranks.trainers import (
     Blocks,
@@ -301,6 +301,36 @@ def test_a_failure_on_one_rank_ends_all(module_class, rank, message):
         run_ranks(fit_with_one_bad_rank, 2, module_class)
     assert caught.value.rank == rank
     assert time.monotonic() - started_s < 60
+
+
+class Unsaveable(NumberedGPT):
+    """The last stage of its model has no place in a checkpoint."""
+
+    def make_chunk(self, stage, **fields):
+        chunk = super().make_chunk(stage, **fields)
+        if stage.is_last:
+            chunk.sharded_state_dict = self.no_shards
+        return chunk
+
+    def no_shards(self, *_, **__):
+        raise KeyError("no shards for head")
+
+
+def fit_what_cannot_be_saved(folder):
+    refused = make_trainer({"pp": 2}, enable_checkpointing=True, default_root_dir=folder)
+    with pytest.raises(CheckpointError) as error:
+        refused.fit(Unsaveable(), loader(numbered_tokens(8), 8))
+    trained = make_trainer({"pp": 2})
+    trained.fit(Unsaveable(), loader(numbered_tokens(8), 8))
+    return refused.global_step, str(error.value), trained.global_step
+
+
+def test_a_model_that_cannot_be_saved_is_refused_at_the_start(tmp_path):
+    results = run_ranks(fit_what_cannot_be_saved, 2, str(tmp_path))
+    assert results[0] == results[1]
+    steps, message, steps_without = results[0]
+    assert (steps, steps_without) == (0, 1)
+    assert re.search(r"cannot be saved.*not started.*failed on rank 1: .*no shards for", message)
 
 
 class FailsEverywhere(Blocks):
