@@ -8,7 +8,7 @@ relations between switches in ``switches``. Pure; every rank makes the same valu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_mcore.errors import ConfigurationError
@@ -170,6 +170,14 @@ class SwitchRequest:
             elif entry.name in _CHOICES:
                 _check_choice(entry.name, value, _CHOICES[entry.name])
             elif entry.name in _MAPPINGS:
+                if is_dataclass(value):
+                    # All of its fields are set, so those that were chosen cannot be told from
+                    # defaults, nor checked against the arguments that decide the same.
+                    raise ConfigurationError(
+                        f"`{entry.name}` ({type(value).__name__}) must be a mapping of the fields"
+                        f" that you choose: {entry.name}={{'field': value}}; what MCoreStrategy"
+                        " takes as an argument, or torch's optimizer decides, is set there."
+                    )
                 if not isinstance(value, Mapping):
                     raise ConfigurationError(
                         f"`{entry.name}` ({value!r}) must be a mapping;"

@@ -6,6 +6,8 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 
 from lightning_mcore.config import ModelDims, ParallelSizes, SwitchRequest
 from lightning_mcore.errors import (
@@ -102,6 +104,18 @@ def test_switches_are_tri_state(name: str, value: object) -> None:
 @pytest.mark.parametrize("value", [True, False, "auto"])
 def test_switches_keep_what_they_were_given(name: str, value: bool | str) -> None:
     assert getattr(SwitchRequest(**{name: value}), name) is value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ddp", DistributedDataParallelConfig()), ("optimizer", OptimizerConfig())],
+)
+def test_configs_of_the_engine_are_asked_for_as_mappings(name: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        SwitchRequest(**{name: value})  # type: ignore[arg-type]
+    start = f"`{name}` ({type(value).__name__}) must be a mapping of the fields that you choose"
+    assert str(error.value).startswith(start)
+    assert len(str(error.value)) < 300, "not with all fields of the config"
 
 
 @pytest.mark.parametrize("name", ["bucket_size", "micro_batch_size"])
