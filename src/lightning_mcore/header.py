@@ -17,7 +17,7 @@ from lightning_mcore.layout import Layout
 from lightning_mcore.switches import Facts, Switch, Switches
 from lightning_mcore.topology import Topology, place_groups
 
-__all__ = ["Batch", "Difference", "format_header"]
+__all__ = ["Batch", "Difference", "format_batch", "format_header"]
 
 WIDTH = 100
 """Columns of the widest line."""
@@ -95,7 +95,7 @@ def format_header(
     lines += _row("layout", _layout_text(layout, facts))
     if facts.topology is not None:
         lines += _topology_rows(layout, facts.topology)
-    lines += _row("batch", _batch_text(batch, layout))
+    lines += _row("batch", format_batch(batch, layout))
     if batch.per_token_loss or layout.cp > 1:
         lines += _row("loss", _loss_text(batch, layout))
     lines += _row("precision", _precision_text(facts, switches))
@@ -168,7 +168,8 @@ def _topology_rows(layout: Layout, topology: Topology) -> list[str]:
     return lines + (_row("groups", groups) if groups else [])
 
 
-def _batch_text(batch: Batch, layout: Layout) -> str:
+def format_batch(batch: Batch, layout: Layout) -> str:
+    """Samples of an optimizer step, or, before the first batch, what their number follows from."""
     size = batch.micro_batch_size
     if size is None and layout.pp > 1:
         size = 1

@@ -269,8 +269,7 @@ class LoopStrategy(CheckpointStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         run = self._model_run
-        output = run.whole_sequences(self._evaluate("predict_step", *args, **kwargs), args[0])
-        return run.to_all_stages(output)
+        return run.collect_predictions(self._evaluate("predict_step", *args, **kwargs), args[0])
 
     def _evaluate(self, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self.lightning_module, name)

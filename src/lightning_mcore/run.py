@@ -13,7 +13,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -26,7 +26,7 @@ from lightning_mcore.errors import NonFiniteError
 from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.findings import Finding
 from lightning_mcore.graphs import LayerGraphs
-from lightning_mcore.header import Batch, format_header
+from lightning_mcore.header import Batch, format_batch, format_header
 from lightning_mcore.hook_gradients import HookGradients
 from lightning_mcore.loaders import TrainLoaders
 from lightning_mcore.metrics import MetricPaths, set_batch_value
@@ -188,6 +188,10 @@ class ModelRun:
             split=getattr(self.module, "split_batch", None),
         )
         samples = batch_size(batch)
+        if self._regular_batch_size is None:
+            size = samples // len(run.microbatches)
+            told = Batch(micro_batch_size=size, samples=samples, accumulate_grad_batches=accumulate)
+            rank_zero_info(f"First batch: {format_batch(told, layout)}.")
         self._regular_batch_size = max(samples, self._regular_batch_size or 0)
         log = StepLog(self._metric_paths)
         self.progress.enter("training_step")
@@ -233,29 +237,24 @@ class ModelRun:
         self._emit(log, may_stop=self._starts_accumulation)
         return merge_outputs(outputs, per_token_loss=self.per_token_loss)
 
-    def to_all_stages(self, output: Any) -> Any:
-        """Hands what the last stage has to the earlier ones; collective over the pipeline group.
+    def collect_predictions(self, output: Any, batch: Any) -> Any:
+        """Joins the shards of sequences, and hands all to earlier stages: rank 0 is a first one.
 
-        Users collect predictions on the main process, which is a first stage.
-        """
-        return from_last_stage(output, self.state, self.device)
-
-    def whole_sequences(self, output: Any, batch: Any) -> Any:
-        """Joins the shards of sequences in predictions; collective over the context-parallel group.
+        Collective over the context-parallel and pipeline groups.
 
         Args:
             output: What ``evaluation_step`` returned.
             batch: What it was given.
 
         Returns:
-            On the last stage, ``output`` with its tensors ``[b, s / cp, ...]`` joined to
+            ``output`` of the last stage with its tensors ``[b, s / cp, ...]`` joined to
             ``[b, s, ...]``; with a ``shard_batch`` hook, whose cut is not known here, as it is.
         """
         layout = self.state.layout
-        if layout.cp == 1 or not layout.is_last_stage or self._shard.hook is not None:
-            return output
-        length = sequence_length(batch, self.seq_length) // layout.cp
-        return gather_sequences(output, length, self.state.groups.cp)
+        if layout.cp > 1 and layout.is_last_stage and self._shard.hook is None:
+            length = sequence_length(batch, self.seq_length) // layout.cp
+            output = gather_sequences(output, length, self.state.groups.cp)
+        return from_last_stage(output, self.state, self.device)
 
     def optimizer_step(self) -> StepStats:
         """Steps the engine's optimizer with the gradients of the last ``train_step``."""

@@ -155,7 +155,7 @@ def test_layout_and_groups_are_public_while_they_exist():
 
 
 def fit_and_listen():
-    """Log records of this rank that hold the run header."""
+    """Log records of this rank that hold the run header, and of the first batch."""
     records = []
 
     class Listener(logging.Handler):
@@ -164,19 +164,25 @@ def fit_and_listen():
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_utilities"):
         logging.getLogger(name).addHandler(Listener())
-    trainer = make_trainer({"pp": 2})
-    trainer.fit(Blocks(), loader(numbered_rows(8), 4), loader(numbered_rows(8), 4))
-    return [text for text in dict.fromkeys(records) if "overlap_grad_reduce" in text], sum(
-        "overlap_grad_reduce" in text for text in records
+    trainer = make_trainer({"pp": 2, "micro_batch_size": 2}, accumulate_grad_batches=3)
+    trainer.fit(Blocks(), loader(numbered_rows(48), 8), loader(numbered_rows(8), 4))
+    return (
+        [text for text in dict.fromkeys(records) if "overlap_grad_reduce" in text],
+        sum("overlap_grad_reduce" in text for text in records),
+        {text for text in records if "First batch" in text},
     )
 
 
 def test_the_header_is_printed_once_and_by_rank_zero():
-    (first, count), *others = run_ranks(fit_and_listen, 2)
+    (first, count, batch), *others = run_ranks(fit_and_listen, 2)
     assert count >= 1
     (header,) = first
     assert "pp 2 x dp 1 = 2 ranks on CPU" in header
-    assert all(texts == [] for texts, _ in others)
+    assert batch == {
+        "First batch: micro_batch_size 2 x num_microbatches 4 x accumulate_grad_batches 3 x dp 1"
+        " = 24 samples per optimizer step."
+    }
+    assert all((texts, batches) == ([], set()) for texts, _, batches in others)
 
 
 def call_outside_a_step():
