@@ -265,6 +265,7 @@ def test_overlap_is_proposed_where_tokens_cross_nodes():
         ({"moe_dispatcher": "deepep"}, {"moe_router_dtype": None}, True, "moe_router_dtype='fp32'"),
         ({}, {"sequence_parallel": False}, True, "sequence_parallel=True"),
         ({}, {"moe_grouped_gemm": True}, True, "moe_grouped_gemm=False"),
+        ({}, {"moe_shared_expert_overlap": True}, True, "overlap_moe='shared_experts'"),
     ],
 )
 def test_what_only_the_model_shows(request_, config, plans, said):
@@ -274,6 +275,7 @@ def test_what_only_the_model_shows(request_, config, plans, said):
         "moe_shared_expert_intermediate_size": None,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
+        "moe_shared_expert_overlap": False,
     }
     layout = resolve_layout(ParallelSizes(tp=2, ep=8, etp=1), 64, 0)
     switches = resolve_experts(ExpertRequest(**request_), layout, GPU, Findings())

@@ -82,6 +82,12 @@ def check_expert_config(
             "`overlap_moe` ('shared_experts') needs shared experts, and the model's"
             " `moe_shared_expert_intermediate_size` is None; set it, or use overlap_moe=False."
         )
+    if layout.ep > 1 and overlap != "shared_experts" and config.moe_shared_expert_overlap:
+        raise ConfigurationError(
+            "`moe_shared_expert_overlap` (True) of the chunk's config needs a switch of the"
+            f" strategy that is off: `overlap_moe` ({overlap!r}); leave it out of the factory, and"
+            " use MCoreStrategy(overlap_moe='shared_experts')."
+        )
     if experts.moe_dispatcher.requested == "deepep" and config.moe_router_dtype != "fp32":
         # transformer/moe/token_dispatcher.py, _DeepepManager: it would cast them each time.
         raise ConfigurationError(
