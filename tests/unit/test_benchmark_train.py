@@ -98,8 +98,8 @@ def test_tables_are_made_from_finished_files(script, tmp_path, capsys):
     assert table.read_text() in capsys.readouterr().out
 
 
-def test_a_direct_loop_lets_go_of_its_graphs_when_it_ends(script):
-    """The engine's own deletion does not find layers that were captured."""
+def test_a_direct_loop_ends_with_its_backend(script):
+    """Else captured layers, and the whole loop by its config, would outlive it."""
     backends, loops = map(importlib.import_module, ("backends", "loops"))
     ended = []
 
@@ -107,7 +107,7 @@ def test_a_direct_loop_lets_go_of_its_graphs_when_it_ends(script):
         def __init__(self) -> None:
             pass
 
-        def delete_graphs(self) -> None:
+        def end(self) -> None:
             ended.append(self)
 
     for end in (backends.Live.free, backends.Live.abandon):
