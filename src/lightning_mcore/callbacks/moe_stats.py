@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_mcore._mcore.expert_order import experts_by_slot
 from lightning_mcore._mcore.moe import LOSS_NAMES, RouterInfo, find_routers, take_losses
+from lightning_mcore.callbacks._logged_step import LoggedStepCallback
 from lightning_mcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["MoEStats", "draw_heat_map"]
 
 
-class MoEStats(Callback):
+class MoEStats(LoggedStepCallback):
     """Logs the use of experts in the steps that are logged.
 
     Of each expert layer, over all microbatches, data-parallel and tensor-parallel ranks of a step;
@@ -72,30 +72,20 @@ class MoEStats(Callback):
         heat_map: bool = False,
         history: int = 100,
     ) -> None:
-        super().__init__()
-        for name, value in (("every_n_steps", every_n_steps), ("history", history)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"`{name}` ({value}) must be at least 1; use {name}=50.")
-        self.every_n_steps = every_n_steps
+        super().__init__(every_n_steps)
+        if history < 1:
+            raise ConfigurationError(f"`history` ({history}) must be at least 1; use history=100.")
         self.per_layer = per_layer
         self.heat_map = heat_map
         self.history = history
         self.tokens_per_expert: Tensor | None = None
         self._images: dict[int, list[Tensor]] = {}
-        self._step: int | None = None
-        """The optimizer step that is being counted."""
         self._routers: list[RouterInfo] = []
-        self._hooks: list[Any] = []
         self._known_losses: dict[str, bool] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "groups"):
-            raise ConfigurationError(
-                "`MoEStats` needs the strategy's process groups, but the Trainer runs"
-                f" {type(trainer.strategy).__name__}; use strategy=MCoreStrategy(...) or leave the"
-                " callback out."
-            )
+        super().setup(trainer, pl_module, stage)
         if self.heat_map and find_spec("matplotlib") is None:
             raise ConfigurationError(
                 "`heat_map` (True) of MoEStats needs the package matplotlib; pip install"
@@ -104,6 +94,7 @@ class MoEStats(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._routers = find_routers([pl_module])
         self._agree_on_layers(trainer, pl_module)
         self._device = pl_module.device
@@ -112,7 +103,6 @@ class MoEStats(Callback):
         self._loads = torch.zeros(len(self._is_moe), ep, device=self._device)
         self._choices = [0] * len(self._is_moe)
         self._calls = [0] * len(self._is_moe)
-        self._step = None
         self._images = {}
         self._known_losses = {}
         for info in self._routers:
@@ -139,24 +129,16 @@ class MoEStats(Callback):
         self._is_moe = flags.bool().tolist()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        every = self.every_n_steps or max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
-        if (trainer.global_step + 1) % every:
-            self._step = None
-        elif self._step != trainer.global_step:  # the first batch of its accumulation
-            self._step = trainer.global_step
-            self._counts.zero_()
-            self._loads.zero_()
-            self._choices = [0] * len(self._is_moe)
-            self._calls = [0] * len(self._is_moe)
-            for _ in take_losses():
-                pass
+    def _begin_step(self) -> None:
+        self._counts.zero_()
+        self._loads.zero_()
+        self._choices = [0] * len(self._is_moe)
+        self._calls = [0] * len(self._is_moe)
+        for _ in take_losses():
+            pass
 
     def _count(self, info: RouterInfo, router: Any, args: Any, output: Any) -> None:
-        # Without gradients: evaluation, or the first of two runs under activation recomputation.
-        if self._step is None or not torch.is_grad_enabled():
+        if not self._is_counting:
             return
         probs, routing_map = output
         with torch.no_grad():
@@ -173,17 +155,7 @@ class MoEStats(Callback):
         self._calls[info.layer] += 1
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if self._step is None or trainer.global_step == self._step:
-            return
-        self._step = None
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         layout: Layout = trainer.strategy.layout  # type: ignore[attr-defined]
         values = self._reduce(layout)
         for name, value in values.items():
@@ -262,21 +234,10 @@ class MoEStats(Callback):
                     f"moe/layer_{layer:02d}", image, trainer.global_step, dataformats="HWC"
                 )
 
+    @override
     def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super()._remove_hooks()
         self._routers = []
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_hooks()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._remove_hooks()
 
 
 def _imbalance(loads: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_mcore._mcore.mtp import count_predictions, find_prediction_blocks, take_losses
+from lightning_mcore.callbacks._logged_step import LoggedStepCallback
 from lightning_mcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MTPLosses"]
 
 
-class MTPLosses(Callback):
+class MTPLosses(LoggedStepCallback):
     """Logs ``mtp/loss_1``, ``mtp/loss_2``... of models with ``mtp_num_layers``.
 
     ``mtp/loss_k`` is the mean cross entropy of the token that lies ``k`` behind the next one, over
@@ -44,65 +44,31 @@ class MTPLosses(Callback):
     """
 
     def __init__(self, *, every_n_steps: int | None = None) -> None:
-        super().__init__()
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigurationError(
-                f"`every_n_steps` ({every_n_steps}) must be at least 1; use every_n_steps=50."
-            )
-        self.every_n_steps = every_n_steps
-        self._step: int | None = None
-        """The optimizer step whose losses are added up."""
+        super().__init__(every_n_steps)
         self._calls = 0
-        self._hooks: list[Any] = []
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not hasattr(trainer.strategy, "groups"):
-            raise ConfigurationError(
-                "`MTPLosses` needs the engine's losses, but the Trainer runs"
-                f" {type(trainer.strategy).__name__}; use strategy=MCoreStrategy(...) or leave the"
-                " callback out."
-            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._predictions = count_predictions(pl_module)
         if self._predictions == 0:
             raise ConfigurationError(
                 "`MTPLosses` needs a model that predicts several tokens, and `mtp_num_layers` of"
                 " its config is not set; leave the callback out."
             )
-        self._step = None
         for block in find_prediction_blocks(pl_module):
             self._hooks.append(block.register_forward_hook(self._count))
 
     def _count(self, *_: Any) -> None:
-        if self._step is not None and torch.is_grad_enabled():
-            self._calls += 1
+        self._calls += self._is_counting
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        every = self.every_n_steps or max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
-        if (trainer.global_step + 1) % every:
-            self._step = None
-        elif self._step != trainer.global_step:  # the first batch of its accumulation
-            self._step, self._calls = trainer.global_step, 0
-            take_losses()
+    def _begin_step(self) -> None:
+        self._calls = 0
+        take_losses()
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if self._step is None or trainer.global_step == self._step:
-            return
-        self._step = None
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         means = self._reduce(pl_module.device)
         for index, mean in enumerate(means.unbind(), start=1):
             pl_module.log(f"mtp/loss_{index}", mean)
@@ -116,18 +82,3 @@ class MTPLosses(Callback):
         if dist.get_world_size() > 1:
             dist.all_reduce(table)
         return table[0] / table[1]
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_hooks()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._remove_hooks()
