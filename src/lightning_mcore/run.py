@@ -178,6 +178,7 @@ class ModelRun:
             if self.graphs is not None:
                 self.graphs.start_step(self.set_hooks, self._hooks_on)
         layout = self.state.layout
+        split = getattr(self.module, "split_batch", None)
         run = plan_training(
             batch,
             micro_batch_size=self.micro_batch_size,
@@ -185,10 +186,10 @@ class ModelRun:
             interleaved=layout.vpp is not None,
             group_size=self.switches.microbatch_group_size_per_vp_stage.effective,
             regular_batch_size=self._regular_batch_size,
-            split=getattr(self.module, "split_batch", None),
+            split=split,
         )
         samples = batch_size(batch)
-        if self._regular_batch_size is None:
+        if self._regular_batch_size is None and split is None:  # a cut of its own has any sizes
             size = samples // len(run.microbatches)
             told = Batch(micro_batch_size=size, samples=samples, accumulate_grad_batches=accumulate)
             rank_zero_info(f"First batch: {format_batch(told, layout)}.")
