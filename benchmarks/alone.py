@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from backends import OURS, RAW, SEED, Entry, build, trainer_loop
 from models import MODELS, Model
 
-from ranks import be_quiet, become_rank, free_port, without_room_for_frames
+from ranks import be_quiet, become_rank, free_port, process_group, without_room_for_frames
 
 
 class Blocks(pl.Callback):
@@ -96,21 +95,10 @@ def main() -> None:
         precision=precision,
         microbatches=options.microbatches,
     )
-    if options.accelerator == "gpu":
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+    with process_group(options.accelerator) as device:
         blocks = _run(entry, model, device, options)
-    else:
-        from lightning_mcore._mcore.cpu import CpuAdapter
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        with CpuAdapter():
-            blocks = _run(entry, model, torch.device("cpu"), options)
     room = ", without room for frames" if options.without_room else ""
     print(f"{options.backend}, {options.model}{room}: {blocks}")
-    dist.destroy_process_group()
 
 
 def _run(entry: Entry, model: Model, device: torch.device, options: Any) -> Blocks:

@@ -6,6 +6,9 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 def free_port() -> int:
@@ -32,6 +35,27 @@ def be_quiet(level: int = logging.ERROR) -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "lightning_mcore"):
         logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def process_group(accelerator: str) -> Iterator[Any]:
+    """The device of this rank, within the default process group; on CPU in the engine's adapter."""
+    import torch
+    import torch.distributed as dist
+
+    if accelerator == "gpu":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        yield device
+    else:
+        from lightning_mcore._mcore.cpu import CpuAdapter
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        with CpuAdapter():
+            yield torch.device("cpu")
+    dist.destroy_process_group()
 
 
 def without_room_for_frames() -> None:

@@ -58,7 +58,7 @@ from train_report import as_markdown, plot, summarise
 
 from lightning_mcore.flops import peak_flops
 from lightning_mcore.version import package_versions
-from ranks import be_quiet, become_rank, free_port
+from ranks import be_quiet, become_rank, free_port, process_group
 
 CHECKED_STEPS = 3
 """First steps, in which losses are compared; no block holds them, since the engine never overlaps
@@ -329,23 +329,13 @@ def measure(rank: int, options: Any, model: Model, entries: Sequence[Entry], wor
         become_rank(rank, world, options.port)
     be_quiet(logging.INFO if options.verbose and rank == 0 else logging.ERROR)
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    if options.accelerator == "gpu":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        # What the first use of a device takes is nobody's start-up time.
-        some = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
-        dist.all_reduce(some @ some)
-        torch.cuda.synchronize()
+    with process_group(options.accelerator) as device:
+        if device.type == "cuda":
+            # What the first use of a device takes is nobody's start-up time.
+            some = torch.ones(256, 256, dtype=torch.bfloat16, device=device)
+            dist.all_reduce(some @ some)
+            torch.cuda.synchronize()
         _measure(options, model, entries, device)
-    else:
-        from lightning_mcore._mcore.cpu import CpuAdapter
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        with CpuAdapter():
-            _measure(options, model, entries, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def _measure(options: Any, model: Model, entries: Sequence[Entry], device: torch.device) -> None:

@@ -2,80 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_mtp_block_spec,
-)
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
 from lightning_mcore.callbacks import MTPLosses
-from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.testing import run_ranks
-from tests.gpt import HEADS, HIDDEN, LAYERS, SEQ, VOCAB, call_gpt, token_dataset
+from tests.gpt import GPT, token_dataset
 from tests.parity.layouts import InOrder
-from tests.ranks.trainers import make_trainer
+from tests.parity.test_token_prediction import AnyGPT
+from tests.ranks.trainers import make_trainer, refused
 
 STEPS, BATCH, MICRO_BATCH = 4, 8, 2
+DEPTH = 2
+"""Further tokens."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tp": 2},
     "pp2vpp2": {"pp": 2, "vpp": 2},
 }
-
-
-class Further(L.LightningModule):
-    """A GPT that predicts further tokens."""
-
-    def __init__(self, predictions: int) -> None:
-        super().__init__()
-        self.predictions = predictions
-
-    def configure_model(self) -> None:
-        self.model = self.trainer.strategy.build(self.make_chunk)
-
-    def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
-        config = TransformerConfig(
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            mtp_num_layers=self.predictions or None,
-            **fields,
-        )
-        layer = get_gpt_layer_local_spec()
-        further = {}
-        if self.predictions:
-            further["mtp_block_spec"] = get_gpt_mtp_block_spec(
-                config, layer, use_transformer_engine=False, vp_stage=stage.vp_stage
-            )
-        return GPTModel(
-            config,
-            layer,
-            VOCAB,
-            SEQ,
-            pre_process=stage.is_first,
-            post_process=stage.is_last,
-            vp_stage=stage.vp_stage,
-            position_embedding_type="rope",
-            **further,
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return call_gpt(self.model, *batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Engine(L.Callback):
@@ -100,14 +50,14 @@ class Record(L.Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         logged = trainer.callback_metrics
-        further = [float(logged[f"mtp/loss_{k + 1}"]) for k in range(module.predictions)]
+        further = [float(logged[f"mtp/loss_{k + 1}"]) for k in range(DEPTH)]
         norm = float(trainer.strategy.step_stats.grad_norm)
         self.steps.append([float(outputs["loss"]), norm, *further])
 
 
 def fit(
     strategy: Mapping[str, Any],
-    module: Further,
+    module: GPT,
     *callbacks: L.Callback,
     replicas: int = 1,
     steps: int = STEPS,
@@ -127,12 +77,12 @@ def fit(
 def resumed(strategy: Mapping[str, Any], path: Path, replicas: int = 1) -> Any:
     engine, record = Engine(), Record()
     callbacks = engine, MTPLosses(every_n_steps=1), record
-    fit(strategy, Further(2), *callbacks, replicas=replicas, path=path)
+    fit(strategy, AnyGPT(depth=DEPTH), *callbacks, replicas=replicas, path=path)
     return record.steps, engine.means
 
 
 def one_rank(path: Path) -> Any:
-    fit({}, Further(2), steps=1).save_checkpoint(path)
+    fit({}, AnyGPT(depth=DEPTH), steps=1).save_checkpoint(path)
     return resumed({}, path)
 
 
@@ -141,15 +91,7 @@ def two_ranks(path: Path) -> Any:
         layout: resumed(sizes, path, 2 if layout == "dp2" else 1)[0]
         for layout, sizes in LAYOUTS.items()
     }
-    return found, error_of(lambda: fit({"pp": 2}, Further(0), MTPLosses()))
-
-
-def error_of(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
+    return found, refused(lambda: fit({"pp": 2}, GPT(), MTPLosses()))
 
 
 @pytest.fixture(scope="module")
@@ -176,5 +118,5 @@ def test_every_layout_logs_the_same(runs, layout):
 
 
 def test_a_model_that_predicts_one_token_has_none(runs):
-    for _, refused in runs[1]:
-        assert "`MTPLosses` needs a model that predicts several tokens" in refused
+    for _, message in runs[1]:
+        assert "`MTPLosses` needs a model that predicts several tokens" in message

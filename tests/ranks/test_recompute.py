@@ -13,13 +13,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import nn
 
-from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.testing import run_ranks
-from tests.gpt import call_gpt, gpt_chunk, token_dataset
-from tests.ranks.trainers import loader, make_trainer
+from tests.gpt import GPT, gpt_chunk, token_dataset
+from tests.ranks.trainers import loader, make_trainer, refused
 
 STEPS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -45,7 +43,7 @@ SPREAD = EVERY_LAYER | {"distribute_saved_activations": True}
 """For tensor parallelism without sequence parallelism."""
 
 
-class Dropping(L.LightningModule):
+class Dropping(GPT):
     """A GPT with dropout that counts how often its layers' parts run."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -53,10 +51,6 @@ class Dropping(L.LightningModule):
         self.fields = fields
         self.calls: Counter[str] = Counter()
         self.steps: list[tuple[float, float]] = []
-
-    def configure_model(self) -> None:
-        torch.manual_seed(7)
-        self.model = self.trainer.strategy.build(self.make_chunk)
 
     def make_chunk(self, stage: Any, **fields: Any) -> nn.Module:
         chunk = gpt_chunk(
@@ -71,23 +65,9 @@ class Dropping(L.LightningModule):
                 part.register_forward_pre_hook(lambda *_, name=name: self.calls.update([name]))
         return chunk
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return call_gpt(self.model, *batch).mean()
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         norm = self.trainer.strategy.step_stats.grad_norm
         self.steps.append((float(outputs["loss"]), float(norm)))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def refused() -> str:
-    try:
-        train({"pp": 2, "micro_batch_size": 2}, MLP | {"add_bias_linear": True})
-    except ConfigurationError as error:
-        return str(error)
-    return "not refused"
 
 
 def train(sizes: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
@@ -109,7 +89,8 @@ def all_runs() -> Any:
     found["with biases"] = {
         name: train(LAYOUTS["tp2"], biased | fields) for name, fields in cases.items()
     }
-    found["refused"] = refused()
+    pipeline = {"pp": 2, "micro_batch_size": 2}
+    found["refused"] = refused(lambda: train(pipeline, MLP | biased))
     return found
 
 

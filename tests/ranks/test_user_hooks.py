@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.testing import run_ranks
 from tests.ranks.trainers import (
     SIZES,
@@ -24,6 +23,7 @@ from tests.ranks.trainers import (
     make_trainer,
     numbered_rows,
     numbered_tokens,
+    refused,
 )
 
 EPOCHS, ROWS = 4, 32
@@ -185,14 +185,6 @@ REFUSED = {
     AssignsData: "left the engine's buffers",
     MovesWhenValidated: "left the engine's buffers",
 }
-
-
-def refused(fit):
-    try:
-        fit()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def on_two_replicas():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy
+from lightning_mcore.errors import ConfigurationError
 from tests.gpt import GPT, call_gpt, token_dataset
 
 SIZES: dict[str, dict[str, int]] = {
@@ -174,6 +175,15 @@ class Recorder(L.Callback):
     def on_validation_end(self, trainer, module) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.validation.append(as_floats(trainer.callback_metrics))
+
+
+def refused(fit: Callable[[], Any]) -> str:
+    """The ``ConfigurationError`` that ``fit`` raises; empty if it raises none."""
+    try:
+        fit()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

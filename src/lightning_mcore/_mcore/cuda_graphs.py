@@ -11,12 +11,13 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_mcore._mcore.patching import Patches
 from lightning_mcore.errors import ConfigurationError
 
 __all__ = [
@@ -84,13 +85,15 @@ def pool_given_back() -> Iterator[None]:
         uses[torch.cuda.current_device(), engine.CudaGraphManager.global_mempool] += 1
         return tensor
 
-    engine.alloc_tensor_from_graph_mempool = counted
-    try:
-        yield
-    finally:
-        engine.alloc_tensor_from_graph_mempool = allocate
+    def release() -> None:
         for device, pool in uses.elements():
             torch._C._cuda_releasePool(device, pool)
+
+    with ExitStack() as stack:
+        patches = Patches(stack)
+        patches.replace(engine, "alloc_tensor_from_graph_mempool", counted)
+        patches.on_exit(release)
+        yield
 
 
 def forget_graphs() -> None:

@@ -80,9 +80,10 @@ def native_config(num_layers: int, fields: Mapping[str, Any]) -> TransformerConf
     Hidden size 1 makes the engine's pipeline tensor shape ``[s, b, h]`` equal ``[s, b, 1]``, so a
     stage's output can travel as a flat vector whatever its own shape is.
     """
-    sizes = dict.fromkeys(("hidden_size", "num_attention_heads", "ffn_hidden_size"), 1)
     with without_notice_of_defaults():
-        return TransformerConfig(num_layers=num_layers, **sizes, **fields)
+        return TransformerConfig(
+            num_layers=num_layers, hidden_size=1, num_attention_heads=1, ffn_hidden_size=1, **fields
+        )
 
 
 @contextmanager
