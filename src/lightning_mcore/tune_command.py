@@ -114,7 +114,7 @@ def _instance(reader: LightningCLI) -> Any:
     config.trainer.callbacks = None
     config.trainer.strategy = "auto"
     config.trainer.plugins = None
-    return reader.parser.instantiate_classes(config)
+    return reader.parser.instantiate(config)
 
 
 def _strategy(found: Any) -> tuple[dict[str, Any], str | None]:

@@ -395,7 +395,7 @@ def test_settings_are_read_from_yaml():
 
     def read(text: str) -> Any:
         values = parser.parse_string(f"strategy: {{tp: 2, tp_comm_overlap: {text}}}")
-        return parser.instantiate_classes(values).strategy._request.switches.tp_comm_overlap
+        return parser.instantiate(values).strategy._request.switches.tp_comm_overlap
 
     assert read("true") is True
     assert read("auto") == "auto"

@@ -186,7 +186,7 @@ def _read_strategy(value: Any, findings: Findings) -> tuple[Request, frozenset[s
     while True:
         parsed = parser.parse_object({"strategy": arguments}, defaults=False)
         try:
-            request: Request = parser.instantiate_classes(parsed)["strategy"]._request
+            request: Request = parser.instantiate(parsed)["strategy"]._request
             unread = given.keys() - arguments.keys()
             return request, frozenset(unread if readable else {*unread, "strategy"})
         except ConfigurationError as error:
