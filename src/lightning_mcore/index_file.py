@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 __all__ = ["INDEX_FILE", "data_only", "read_index"]
 
@@ -91,7 +91,19 @@ def _is_sound(index: Metadata) -> bool:
     # A pickle may leave attributes out, or give them any value.
     entries = getattr(index, "state_dict_metadata", None)
     places = getattr(index, "storage_data", None)
-    return isinstance(entries, dict) and isinstance(places, dict)
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        return False
+    tensors = (entry for entry in entries.values() if isinstance(entry, TensorStorageMetadata))
+    return all(map(_is_sound_tensor, tensors))
+
+
+def _is_sound_tensor(entry: Any) -> bool:
+    properties = getattr(entry, "properties", None)
+    return (
+        isinstance(getattr(properties, "dtype", None), torch.dtype)
+        and isinstance(getattr(entry, "size", None), tuple)
+        and isinstance(getattr(entry, "chunks", None), list)
+    )
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
     TensorProperties,
+    TensorStorageMetadata,
 )
 
 from lightning_mcore.index_file import INDEX_FILE, read_index
@@ -48,4 +50,16 @@ def test_members_of_enums(tmp_path, asked):
 def test_nothing_else_is_got_from_anything(tmp_path, owner, name):
     write(tmp_path, Asks(owner, name))
     with pytest.raises(ValueError, match=f"for {name}, which no index needs"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["properties", "size", "chunks"])
+def test_an_entry_that_lacks_something_is_no_index(tmp_path, lost):
+    whole = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2]), [])
+    index = Metadata({"weight": whole}, None, {})
+    (tmp_path / INDEX_FILE).write_bytes(pickle.dumps(index))
+    assert read_index(tmp_path).state_dict_metadata["weight"].size == (2,)
+    del vars(whole)[lost]
+    (tmp_path / INDEX_FILE).write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match="not an index of shards"):
         read_index(tmp_path)
