@@ -99,6 +99,16 @@ class StoredCheckpoint:
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Reads a tensor, or the part of it at ``index`` of its leading axes."""
         entry = self._entries[key]
+        try:
+            return self._join(key, entry, index)
+        except CheckpointError:
+            raise
+        except Exception as error:  # As many kinds as there are ways to damage an index.
+            raise CheckpointError(
+                f"`{key}` of `{self.path}` is damaged: {cause(error)}."
+            ) from error
+
+    def _join(self, key: str, entry: TensorStorageMetadata, index: tuple[int, ...]) -> Tensor:
         axes = len(index)
         target = torch.empty(entry.size[axes:], dtype=entry.properties.dtype)
         found = 0
