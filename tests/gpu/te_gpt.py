@@ -53,9 +53,12 @@ def te_chunk(
         },
         **fields,
     )
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
     return GPTModel(
         config,
-        get_gpt_layer_with_transformer_engine_spec(),
+        spec,
         VOCAB,
         seq,
         pre_process=is_first,
@@ -142,14 +145,17 @@ def te_dataset(samples: int, seq: int = SEQ) -> list[tuple[Tensor, Tensor, Tenso
 
 
 class Seen(L.Callback):
-    """Loss and gradient norm of each step, and the losses of validation."""
+    """Loss and gradient norm of each step, the losses of validation, and how many CUDA graphs."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []
         self.validation: list[float] = []
+        self.graphs = 0
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         self.steps.append((float(outputs["loss"]), trainer.strategy.step_stats.grad_norm))
+        graphs = trainer.strategy._run.graphs
+        self.graphs = 0 if graphs is None else graphs.count
 
     def on_validation_end(self, trainer, module) -> None:
         self.validation.append(float(trainer.callback_metrics["val_loss"]))

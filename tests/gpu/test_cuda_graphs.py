@@ -37,10 +37,10 @@ GRAPHED = [name for name, settings in RUNS.items() if settings.get("cuda_graphs"
 
 
 class Launches(L.Callback):
-    """Graphs of this rank and launches of graphs in one late step."""
+    """Launches of graphs in one late step."""
 
     def __init__(self) -> None:
-        self.graphs = self.launches = 0
+        self.launches = 0
         self._profile: Any = None
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
@@ -56,8 +56,6 @@ class Launches(L.Callback):
         self._profile.__exit__(None, None, None)
         events = self._profile.key_averages()
         self.launches = sum(e.count for e in events if e.key == "cudaGraphLaunch")
-        graphs = trainer.strategy._run.graphs
-        self.graphs = 0 if graphs is None else graphs.count
         self._profile = None
 
 
@@ -79,7 +77,7 @@ def all_runs() -> dict[str, Any]:
         found[name] = {
             "steps": seen.steps,
             "validation": seen.validation,
-            "graphs": launches.graphs,
+            "graphs": seen.graphs,
             "launches": launches.launches,
             "stream": torch.cuda.current_stream() == stream,
             "pools": _in_pools_of_graphs(),
