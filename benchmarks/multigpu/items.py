@@ -68,12 +68,14 @@ def tensor_parallel(world: int) -> list[tuple[Group, Plan]]:
 def pipeline(world: int) -> list[tuple[Group, Plan]]:
     """Schedules at pp = 2, with micro-batches of about 75 ms per stage.
 
-    Launching the kernels of a layer, forward and backward, took a host about 2.6 ms, so those of a
-    stage's 8 layers take it a third of the time of a micro-batch. The output layer is an eighth of
-    a layer, so that the stages are alike.
+    Launched kernel by kernel, a step has the GPU wait for the host wherever the host waits for a
+    transfer or a schedule has small chunks: 9 to 50 % of a recorded step. CUDA graphs leave the
+    host little to do; they want one number of microbatches per run, so each has a group of its own.
+    Cases with few CTAs show what transfers cost that wait beside compute: each CTA of a waiting
+    NCCL kernel holds an SM.
 
-    A case with one number of microbatches takes about 20 s, and the one with three about 65 s, so
-    it comes after those that say the most per second.
+    The output layer is an eighth of a layer, so that the stages are alike. A case with one number
+    of microbatches takes about 20 s, and one with three about 65 s.
     """
     common: dict[str, Any] = {
         "model": "gpt2-xl",
@@ -93,24 +95,44 @@ def pipeline(world: int) -> list[tuple[Group, Plan]]:
     def case(name: str, counts: tuple[int, ...], **strategy: Any) -> Case:
         return Case(name=name, strategy={"pp": 2, **strategy}, microbatches=counts, **common)
 
+    def graphed(name: str, count: int, **strategy: Any) -> Case:
+        made = case(name, (count,), cuda_graphs="transformer_engine", **strategy)
+        return dataclasses.replace(made, needs=("gpu", "transformer_engine"))
+
+    overlap = {"vpp": 4, "overlap_p2p": True}
+    few = {"nccl_communicators": {"pp": {"max_ctas": 4}}}
     flush = {"overlap_p2p": True, "overlap_p2p_warmup_flush": True}
-    variants = (
-        case("vpp 2, overlap", (4,), vpp=2, overlap_p2p=True),
-        case("vpp 8, overlap", (4,), vpp=8, overlap_p2p=True),
-        case("1F1B, unbatched", (4,), batch_p2p=False),
-        case("1F1B, no wait for the device", (4, 8), batch_p2p_sync=False),
-        case("vpp 4, overlap", (4, 8, 16), vpp=4, overlap_p2p=True),
-        case("vpp 4, overlap, also warm-up and flush", (4,), vpp=4, **flush),
-        case("vpp 4, no overlap", (4,), vpp=4, overlap_p2p=False, batch_p2p=False),
-        case("vpp 8, overlap, also warm-up and flush", (4,), vpp=8, **flush),
-    )
-    group = Group(
+    name = f"pp2 dp{world // 2}"
+    groups = [
+        Group(
+            item="pp",
+            name=f"{name}, CUDA graphs, {count} microbatches",
+            baseline=graphed("1F1B", count),
+            variants=(
+                graphed("vpp 4, overlap", count, **overlap),
+                graphed("vpp 4, overlap, 4 CTAs", count, **overlap, **few),
+                graphed("vpp 2, overlap", count, **overlap | {"vpp": 2}),
+            ),
+        )
+        for count in (4, 8)
+    ]
+    eager = Group(
         item="pp",
-        name=f"pp2 dp{world // 2}",
+        name=name,
         baseline=case("1F1B", (4, 8, 16)),
-        variants=variants,
+        variants=(
+            case("vpp 4, overlap, 4 CTAs", (4, 8), **overlap, **few),
+            case("vpp 4, overlap", (4, 8, 16), **overlap),
+            case("1F1B, waiting for the device", (4, 8), batch_p2p_sync=True),
+            case("vpp 2, overlap", (4,), vpp=2, overlap_p2p=True),
+            case("1F1B, unbatched", (4,), batch_p2p=False),
+            case("vpp 8, overlap", (4,), vpp=8, overlap_p2p=True),
+            case("vpp 4, overlap, also warm-up and flush", (4,), vpp=4, **flush),
+            case("vpp 4, no overlap", (4,), vpp=4, overlap_p2p=False, batch_p2p=False),
+            case("vpp 8, overlap, also warm-up and flush", (4,), vpp=8, **flush),
+        ),
     )
-    return [(group, Plan(rounds=2, steps=4, warmup=2, window=1))]
+    return [(group, Plan(rounds=2, steps=4, warmup=4, window=1)) for group in (*groups, eager)]
 
 
 def data_parallel(world: int) -> list[tuple[Group, Plan]]:

@@ -89,8 +89,8 @@ class MCoreStrategy(LoopStrategy):
         batch_p2p: Sends and receives in one batch. Excludes ``overlap_p2p``; refused at ``pp=2``
             with ``vpp``, where the engine mixes up its messages.
         batch_p2p_sync: Waits for the whole device after each batch, as the engine does by default
-            on GPUs, for torch before 1.13. ``False`` lets the host run ahead; see it in a profile,
-            where ``cudaDeviceSynchronize`` disappears.
+            on GPUs, for torch before 1.13. Off unless ``comm="safe"``: the host then runs ahead;
+            see it in a profile, where ``cudaDeviceSynchronize`` disappears.
         microbatch_group_size_per_vp_stage: Microbatches that a chunk runs in a row. ``None``:
             ``pp``. Between ``pp`` and the number of microbatches; more hides more and keeps more
             activations.

@@ -33,6 +33,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp in fp8": (SPLIT, FP8),
     "cp": ({"cp": 2, "cp_comm_type": "p2p"}, {}),
     "ep": ({"ep": 2}, EXPERTS),
+    "chunks": ({"pp": 2, "vpp": 2, "overlap_p2p": True}, {"num_layers": 4}),
 }
 """Arguments of the strategy, and fields of TransformerConfig."""
 
@@ -50,7 +51,8 @@ def plain_and_graphed(
 def check(ranks: list[list[Any]]) -> None:
     """Graphs replay the very kernels, so that only the order of atomic sums can differ."""
     for (plain, validation, none), (graphed, graphed_validation, graphs) in ranks:
-        assert (none, graphs) == (0, 2 * LAYERS)
+        assert none == 0
+        assert graphs >= 2 * LAYERS  # a pipeline has them for each microbatch in flight
         assert len(plain) == len(graphed) == STEPS
         for (loss, norm), (graphed_loss, graphed_norm) in zip(plain, graphed, strict=True):
             assert math.isfinite(loss)
@@ -73,7 +75,7 @@ def test_fp8(kind):
         (name, kind)
         for name in PAIRS
         for kind in ("local", "transformer_engine")
-        if (name, kind) != ("ep", "local")  # refused
+        if (name, kind) not in {("ep", "local"), ("chunks", "local")}  # which are refused
     ],
 )
 def test_pairs_of_gpus(name, kind):

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "nccl_communicators": {"dp_cp": {"max_ctas": 8}},
         "high_priority_streams": ["dp_cp"],
     },
-    "pp2unsynchronized": {"pp": 2, "batch_p2p_sync": False, "micro_batch_size": 2},
+    "pp2synchronized": {"pp": 2, "batch_p2p_sync": True, "micro_batch_size": 2},
     "pp2unbatched": {"pp": 2, "batch_p2p": False, "micro_batch_size": 2},
     "pp2vpp2flush": {"pp": 2, "vpp": 2, "overlap_p2p_warmup_flush": True, "micro_batch_size": 2},
     "pp2vpp2safe": {"pp": 2, "vpp": 2, "comm": "safe", "micro_batch_size": 2},

@@ -119,6 +119,14 @@ class TestVerdict:
         assert not report.rows[1].wins
         assert report.recommended is report.baseline
 
+    def test_a_gain_within_the_noise_is_none(self):
+        report = report_of(measured("even", [0.995, 1.99, 0.995]))
+        assert report.recommended is report.baseline
+        assert any(
+            line.startswith("even") and "no clear gain" in line
+            for line in as_text(report).splitlines()
+        )
+
     def test_the_fastest_of_the_same_training(self):
         report = report_of(
             measured("good", [0.9, 1.8, 0.9]),

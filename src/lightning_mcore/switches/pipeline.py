@@ -132,7 +132,9 @@ def batch_p2p_sync(
     """The host's wait for the whole device after each batch of transfers.
 
     The engine waits by default (p2p_communication.py, ``batch_p2p_sync``), since requests of a
-    batch once were complete too early: pytorch/pytorch#82450, mended in torch 1.13.
+    batch once were complete too early: pytorch/pytorch#82450, mended in torch 1.13. The host cannot
+    launch ahead then: 1F1B took 6 to 13 % longer on two H200s, with equal losses
+    (benchmarks/RESULTS.md).
     """
     name, asked = "batch_p2p_sync", request.batch_p2p_sync
     if not batched.effective:
@@ -149,10 +151,9 @@ def batch_p2p_sync(
         return Switch(name, asked, asked, "requested")
     if not facts.on_gpu:
         return Switch(name, asked, False, "no device to wait for")
-    if request.comm == "max":
-        return Switch(name, asked, False, "comm='max'")
-    reason = "since torch 1.13 not needed: measure it off"
-    return Switch(name, asked, True, reason, "candidate")
+    if request.comm == "safe":
+        return Switch(name, asked, True, "comm='safe': as the engine by default")
+    return Switch(name, asked, False, "a batch's own order is enough since torch 1.13", "doc")
 
 
 def overlap_p2p_warmup_flush(

@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 
 from lightning_mcore.tuning.trials import BASELINE
-from lightning_mcore.tuning.verdict import Report, Row, shown_arguments, strategy_call
+from lightning_mcore.tuning.verdict import (
+    LEAST_GAIN,
+    Report,
+    Row,
+    shown_arguments,
+    strategy_call,
+)
 
 __all__ = ["as_dict", "as_text", "as_yaml", "save_report"]
 
@@ -77,7 +83,7 @@ def _conclusion(report: Report) -> str:
         )
     if best is report.baseline:
         return (
-            f"Nothing was faster than {BASELINE} in every round: keep"
+            f"Nothing was {LEAST_GAIN:.0%} faster than {BASELINE} in every round: keep"
             f" {BASELINE}, or repeat with longer windows.{warning}"
         )
     gain = (1.0 / best.ratio - 1.0) * 100
