@@ -79,6 +79,8 @@ class LoopStrategy(CheckpointStrategy):
         self._train_loaders = TrainLoaders()
         self._sync_gradients = True
         self._checked_batch = False
+        self._told = ""
+        """The header that was printed last."""
         self._failed = False
         self._release_schedulers: Callable[[], None] | None = None
 
@@ -211,7 +213,10 @@ class LoopStrategy(CheckpointStrategy):
             why_not = why_not_whole(self.layout, self.precision_plugin, sharded=sharded)
             self._run.hook_gradients = HookGradients(self._run.chunks, why_not)
         self._exits.callback(self._run.close)
-        rank_zero_info(self._run.header(facts, trainer.accumulate_grad_batches))
+        header = self._run.header(facts, trainer.accumulate_grad_batches)
+        if header != self._told:  # validate after fit would only repeat it
+            rank_zero_info(header)
+            self._told = header
         self._exits.enter_context(replicated_metrics(self.lightning_module, self._parallel_state))
         self._exits.enter_context(self._links_and_names(trainer))
         self._run.signals = self._exits.enter_context(_lightning.agreed_signals(trainer))
