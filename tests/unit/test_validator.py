@@ -149,6 +149,10 @@ RULES: list[tuple[dict[str, Any], tuple[int, dict[str, Any]], dict[str, Any], st
     ({"nccl_communicators": {"dp": {"net_name": "roce"}}}, DP2, GPU, "error",
      "nccl-settings-unknown"),
     ({"nccl_communicators": {"dp": 8}}, DP2, GPU, "error", "nccl-settings-unknown"),
+    ({"nccl_communicators": {"pp": {"max_ctas": 4}}, "overlap_p2p": True},
+     (2, {"pp": 2, "vpp": 2}), GPU, "warning", "nccl-settings-one-way-at-pp2"),
+    ({"high_priority_streams": ["pp"], "batch_p2p": False}, (2, {"pp": 2}), GPU, "warning",
+     "nccl-settings-one-way-at-pp2"),
     ({"high_priority_streams": ["data"]}, DP2, GPU, "error", "nccl-group-unknown"),
     ({"high_priority_streams": ["dp_cp"]}, DP2, CPU, "error", "nccl-settings-need-gpu"),
     ({"num_distributed_optimizer_instances": 2}, DP2, CPU | {"has_einops": False}, "error",
@@ -303,6 +307,13 @@ def test_auto_follows_the_table_and_max_adds_to_it() -> None:
     most, _ = _plan(VPP, GPU, comm="max")
     more = {name for name in OVERLAPS if getattr(most, name).effective}
     assert more == on | {"overlap_p2p_warmup_flush", "defer_embedding_wgrad"}
+
+
+@pytest.mark.parametrize("at", [VPP, (2, {"pp": 2})])
+def test_settings_of_the_pipelines_group_govern_all_of_its_transfers_but_between_two(at) -> None:
+    """Four stages, or two whose transfers are batched."""
+    _, findings = _plan(at, GPU, nccl_communicators={"pp": {"max_ctas": 4}})
+    assert all(finding.severity == "info" for finding in findings), findings
 
 
 def test_candidates_are_off_and_named() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from lightning_mcore.config import SwitchRequest
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.findings import Findings
+from lightning_mcore.layout import Layout
 from lightning_mcore.switches.values import Facts, Switch
 
 __all__ = [
@@ -39,7 +40,11 @@ _SETTINGS: dict[str, tuple[type, str]] = {
 
 
 def nccl_communicators(
-    request: SwitchRequest, facts: Facts, findings: Findings
+    request: SwitchRequest,
+    layout: Layout,
+    facts: Facts,
+    findings: Findings,
+    batched: Switch[bool],
 ) -> Switch[Mapping[str, Mapping[str, Any]]]:
     """Settings by group, as the engine's ``nccl_communicator_config_path`` takes them."""
     name, asked = "nccl_communicators", request.nccl_communicators
@@ -82,11 +87,16 @@ def nccl_communicators(
                     setting=setting,
                     value=value,
                 )
+    _note_two_stages(name, asked, layout, batched, findings)
     return Switch(name, tuple(asked), asked, "requested")
 
 
 def high_priority_streams(
-    request: SwitchRequest, facts: Facts, findings: Findings
+    request: SwitchRequest,
+    layout: Layout,
+    facts: Facts,
+    findings: Findings,
+    batched: Switch[bool],
 ) -> Switch[tuple[str, ...]]:
     """Groups whose communication kernels go first when they compete with others for the GPU."""
     name, asked = "high_priority_streams", tuple(request.high_priority_streams)
@@ -101,6 +111,7 @@ def high_priority_streams(
         )
     for group in asked:
         _check_group(name, group, findings)
+    _note_two_stages(name, asked, layout, batched, findings)
     return Switch(name, asked, asked, "requested")
 
 
@@ -111,6 +122,25 @@ def _check_group(name: str, group: object, findings: Findings) -> None:
             f"`{name}` names {group!r}, which is no group of the engine; it would be ignored",
             f"use any of {', '.join(GROUP_NAMES)}",
             group=group,
+        )
+
+
+def _note_two_stages(
+    name: str, groups: Collection[str], layout: Layout, batched: Switch[bool], findings: Findings
+) -> None:
+    """Settings of the pipeline's group that govern half of its transfers.
+
+    Unbatched, two stages send in one direction over their group and in the other over the world's,
+    so that both go on at once (p2p_communication.py, _p2p_ops); that one has NCCL's own settings.
+    """
+    if "pp" in groups and layout.pp == 2 and not batched.effective:
+        findings.warning(
+            "nccl-settings-one-way-at-pp2",
+            f"`{name}` for 'pp' governs one direction of two at `pp` (2) without `batch_p2p`: the"
+            " engine sends the other over the group of all ranks, which has no settings",
+            "use NCCL's variables for all groups, such as NCCL_MAX_CTAS, or pp=4",
+            pp=2,
+            batch_p2p=False,
         )
 
 

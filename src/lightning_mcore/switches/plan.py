@@ -84,8 +84,10 @@ def plan_switches(
         cuda_graphs=compute.cuda_graphs(request, layout, facts, found),
         cp_comm_type=kind,
         hierarchical_context_parallel_sizes=context.hierarchical_sizes(kind, layout, facts, found),
-        nccl_communicators=communicators.nccl_communicators(request, facts, found),
-        high_priority_streams=communicators.high_priority_streams(request, facts, found),
+        nccl_communicators=communicators.nccl_communicators(request, layout, facts, found, batched),
+        high_priority_streams=communicators.high_priority_streams(
+            request, layout, facts, found, batched
+        ),
     )
     passed_on.note_opportunities(layout, facts, switches, found)
     _note_candidates(switches, found)
