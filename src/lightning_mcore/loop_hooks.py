@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore._mcore.cuda_graphs import graph_safe_process
+from lightning_mcore._mcore.engine import drop_training_buffers
 from lightning_mcore._mcore.te_bindings import te_split_of_qkv, te_stands_in_for_apex
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
@@ -30,17 +31,13 @@ from lightning_mcore.data_check import check_same_batch
 from lightning_mcore.engine_fields import group_fields
 from lightning_mcore.environment.kept import kept_variables
 from lightning_mcore.errors import NotInitializedError
+from lightning_mcore.experts import ExpertSwitches
 from lightning_mcore.hook_gradients import HookGradients, why_not_whole
 from lightning_mcore.layout import Layout
 from lightning_mcore.loaders import TrainLoaders, agreeing_loader
 from lightning_mcore.metrics import replicated_metrics
-from lightning_mcore.parallel_state import (
-    Groups,
-    ParallelState,
-    destroy_parallel_state,
-    init_parallel_state,
-    is_live,
-)
+from lightning_mcore.optimizer import StepStats
+from lightning_mcore.parallel_state import destroy_parallel_state, init_parallel_state
 from lightning_mcore.precision import MCorePrecision
 from lightning_mcore.prepare import (
     Request,
@@ -71,8 +68,10 @@ class LoopStrategy(CheckpointStrategy):
         self._request = request
         self._layout: Layout | None = None
         self._switches: Switches | None = None
-        self._state: ParallelState | None = None
         self._run: ModelRun | None = None
+        self._experts: ExpertSwitches | None = None
+        self._outcome: tuple[StepStats | None, int] = None, 0
+        """Latest statistics and skipped steps of a run that is gone."""
         self._userbuffers: UserbuffersPlan | None = None
         self._exits = ExitStack()
         """Undoes, at teardown, what a run changed outside this object."""
@@ -91,12 +90,6 @@ class LoopStrategy(CheckpointStrategy):
         if self._layout is None:
             raise NotInitializedError("The layout exists once the Trainer has started processes.")
         return self._layout
-
-    @property
-    @override
-    def groups(self) -> Groups:
-        """Process groups of this rank, for collectives of your own."""
-        return self._parallel_state.groups
 
     @override
     def setup_environment(self) -> None:
@@ -128,6 +121,7 @@ class LoopStrategy(CheckpointStrategy):
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
             graph_safe_rng=graphs,
+            on_end=self._let_go,
         )
         if self._userbuffers is not None:
             start_userbuffers(self._userbuffers)
@@ -164,14 +158,6 @@ class LoopStrategy(CheckpointStrategy):
         return CpuAdapter() if self.root_device.type == "cpu" else nullcontext()
 
     @property
-    def _parallel_state(self) -> ParallelState:
-        if self._state is None:
-            raise NotInitializedError(
-                "Process groups exist once the Trainer has started; use them in configure_model."
-            )
-        return self._state
-
-    @property
     @override
     def precision_plugin(self) -> MCorePrecision:
         plugin = self._precision_plugin
@@ -204,7 +190,7 @@ class LoopStrategy(CheckpointStrategy):
             userbuffers=self._userbuffers,
         )
         self._run.train_loaders = self._train_loaders
-        self._switches = self._run.switches
+        self._switches, self._experts = self._run.switches, self._run.experts
         if fits and trainer.checkpoint_callbacks:
             # At the start rather than at the first save, hours later.
             check_model(self._run.inner, layout=self.layout, groups=self.groups)
@@ -229,12 +215,23 @@ class LoopStrategy(CheckpointStrategy):
     @property
     @override
     def _model_run(self) -> ModelRun:
-        if self._run is None or not is_live(self._run.state):
+        if self._run is None:
             raise NotInitializedError(
                 "The model runs on the engine from the Trainer's setup until another Trainer of"
                 " this process starts; save checkpoints before that."
             )
         return self._run
+
+    def _let_go(self) -> None:
+        """Drops what is of no use without process groups, above all what the engine allocated.
+
+        The user may well keep this object: a callback that has been in a fit holds the module by
+        its ``log``, and so the Trainer.
+        """
+        if self._run is not None:
+            drop_training_buffers(self._run.chunks)
+            self._outcome = self._run.stats, self._run.skipped_steps
+        self._run = self._state = None
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -378,11 +375,9 @@ class LoopStrategy(CheckpointStrategy):
         try:
             self.finish_save()
             if self._failed and self._state is not None:
-                self._run = None
                 if self._userbuffers is not None:
                     stop_userbuffers()
                 destroy_parallel_state(self._state, graceful=False)
-                self._state = None
         finally:
             self._failed = False
             try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ def init_parallel_state(
     fields: Mapping[str, Any] = MappingProxyType({}),
     communicators: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     graph_safe_rng: bool = False,
+    on_end: Callable[[], None] | None = None,
 ) -> ParallelState:
     """Creates the engine's groups, warms up the pipeline's connections and seeds random streams.
 
@@ -84,6 +86,8 @@ def init_parallel_state(
         fields: Further arguments of the engine's ``initialize_model_parallel``.
         communicators: NCCL settings by group.
         graph_safe_rng: Whether CUDA graphs are to draw from the engine's random streams.
+        on_end: A method of an object that uses the groups, called before they are destroyed. The
+            object is not kept alive for it.
     """
     _destroy_live(graceful=True)
     engine_groups.init_parallel_state(
@@ -103,13 +107,8 @@ def init_parallel_state(
         _warm_up_pipeline(groups.pp, device)
     seed = _agree_on_seed(layout, world_cpu)
     state = ParallelState(layout, groups, seed, graph_safe_rng)
-    _live.append(state)
+    _live.append((state, None if on_end is None else WeakMethod(on_end)))
     return state
-
-
-def is_live(state: ParallelState) -> bool:
-    """Whether the groups of ``state`` still exist."""
-    return any(live is state for live in _live)
 
 
 def destroy_parallel_state(state: ParallelState, *, graceful: bool) -> None:
@@ -120,18 +119,22 @@ def destroy_parallel_state(state: ParallelState, *, graceful: bool) -> None:
         graceful: Whether to release communicators, which waits for other ranks; not after an error,
             when others may be stuck in a collective.
     """
-    if is_live(state):
+    if any(live is state for live, _ in _live):
         _destroy_live(graceful=graceful)
 
 
-_live: list[ParallelState] = []
-"""The one state that exists in this process, as the engine has room for only one."""
+_live: list[tuple[ParallelState, WeakMethod[Callable[[], None]] | None]] = []
+"""The one state that exists in this process, as the engine has room for only one; and whom to tell
+of its end."""
 
 
 def _destroy_live(*, graceful: bool) -> None:
     groups: list[dist.ProcessGroup] = []
     while _live:
-        groups.append(_live.pop().groups.world_cpu)
+        state, on_end = _live.pop()
+        groups.append(state.groups.world_cpu)
+        if on_end is not None:
+            _call(on_end)
     if engine_groups.parallel_state_exists():
         groups += engine_groups.all_groups()
         engine_groups.destroy_parallel_state()
@@ -144,6 +147,13 @@ def _destroy_live(*, graceful: bool) -> None:
     if groups:
         # Chunks and groups refer to each other; until collected they keep gloo's threads alive.
         gc.collect()
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    """Calls a method if its object lives; a name for it elsewhere would save it from collection."""
+    call = method()
+    if call is not None:
+        call()
 
 
 def seed_stage(state: ParallelState, stage_index: int | None = None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mcore import _launchers, _lightning
+from lightning_mcore.errors import NotInitializedError
 from lightning_mcore.layout import Layout
 from lightning_mcore.nonfinite import coordinates
 from lightning_mcore.parallel_state import Groups, ParallelState
@@ -49,6 +50,7 @@ class LayoutStrategy(ParallelStrategy):
         self._peer_timeout_s = peer_timeout_s
         self._progress = Progress()
         self._monitor: Monitor | None = None
+        self._state: ParallelState | None = None
         self.num_nodes = 1
 
     @property
@@ -58,8 +60,17 @@ class LayoutStrategy(ParallelStrategy):
 
     @property
     def groups(self) -> Groups:
-        """Process groups of this rank."""
-        raise NotImplementedError
+        """Process groups of this rank, for collectives of your own."""
+        return self._parallel_state.groups
+
+    @property
+    def _parallel_state(self) -> ParallelState:
+        if self._state is None:
+            raise NotInitializedError(
+                "Process groups exist from the Trainer's start, for use in configure_model, until"
+                " another Trainer of this process starts."
+            )
+        return self._state
 
     @property
     def is_distributed(self) -> bool:

@@ -251,19 +251,19 @@ class MCoreStrategy(LoopStrategy):
     @property
     def expert_switches(self) -> ExpertSwitches:
         """Effective dispatcher and overlap of expert layers, with their reasons."""
-        if self._run is None:
+        if self._experts is None:
             raise NotInitializedError("Settings of expert layers are final once a model is built.")
-        return self._run.experts
+        return self._experts
 
     @property
     def step_stats(self) -> StepStats | None:
         """Gradient norm and outcome of the latest optimizer step; ``None`` before the first."""
-        return self._run.stats if self._run is not None else None
+        return self._run.stats if self._run is not None else self._outcome[0]
 
     @property
     def skipped_steps(self) -> int:
         """Steps of this run that changed no parameter: fp16 overflow, or ``nonfinite="skip"``."""
-        return self._run.skipped_steps if self._run is not None else 0
+        return self._run.skipped_steps if self._run is not None else self._outcome[1]
 
     def build(self, model: Factory | nn.Sequential | Sequence[nn.Module]) -> Pipeline:
         """Builds this rank's part of a model; to be called in ``configure_model`` on every rank.

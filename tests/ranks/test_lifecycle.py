@@ -106,6 +106,80 @@ def test_runs_are_freed_where_the_user_keeps_a_graph():
         assert max(files) - min(files) < 40
 
 
+class BytesHeld(Recorder):
+    """Saves in the middle; notes the bytes of all tensors when training starts and ends."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.held = path, []
+
+    def on_train_start(self, trainer, module):
+        self.held.append(bytes_of_tensors(gc.get_objects()))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+        if trainer.global_step == 3:  # rather than before the first step that finds it written
+            trainer.strategy.finish_save()
+
+    def on_train_end(self, trainer, module):
+        self.held.append(bytes_of_tensors(gc.get_objects()))
+
+
+def bytes_of_tensors(objects):
+    """In the storages of all tensors among some objects, each counted once."""
+    tensors = [each for each in objects if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def fit_noting_bytes(path, background):
+    """One fit, and all of it that the user had in hand."""
+    recorder, module = BytesHeld(path), NumberedGPT()
+    options = {"use_distributed_optimizer": True, "async_save": background}
+    trainer = make_trainer(options, precision="bf16-mixed", callbacks=[recorder])
+    trainer.fit(module, loader(numbered_tokens(4) * 8, 4))
+    return trainer, module, recorder
+
+
+def fit_and_keep(folder, kept_of):
+    """Fits of which some are kept: the bytes held in each, and those of a model's weights."""
+    kept, held = [], []
+    for number, keeps in enumerate(kept_of):
+        fit = fit_noting_bytes(f"{folder}/{number}.ckpt", background=number in (1, 2))
+        held.append(fit[2].held)
+        weights = bytes_of_tensors(fit[1].parameters())
+        if keeps:
+            kept.append(fit)
+        del fit
+    trainer, _, recorder = kept[0]
+    strategy = trainer.strategy
+    for use in (lambda: trainer.save_checkpoint(folder), lambda: strategy.groups):
+        with pytest.raises(NotInitializedError, match="another Trainer of this process"):
+            use()
+    assert strategy.step_stats.grad_norm == recorder.grad_norms[-1]
+    assert strategy.skipped_steps == 0
+    assert strategy.expert_switches is not None
+    return held, weights
+
+
+def test_runs_hand_back_their_memory_when_the_next_one_starts(tmp_path):
+    """What the user keeps of a fit holds its weights, and not the state of its training.
+
+    With or without saves in the background, of which nothing is left either.
+    """
+    kept_of = [True, True, True, False, False]
+    for held, weights in run_ranks(fit_and_keep, 2, str(tmp_path), kept_of):
+        (start, end), *later = held
+        assert end > start > 3 * weights, "bf16 weights with fp32 gradients and main parameters"
+        for number, (start_then, end_then) in enumerate(later, 1):
+            of_kept = sum(kept_of[:number]) * weights
+            # Less than the least part of a rank's training state: half of a copy of the weights.
+            assert abs(start_then - start - of_kept) < weights / 2
+            assert abs(end_then - end - of_kept) < weights / 2
+
+
 class Peeking(Blocks):
     """Looks at the strategy at different times."""
 

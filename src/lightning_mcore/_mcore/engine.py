@@ -227,6 +227,17 @@ def clear_schedule_hooks(chunks: Sequence[Any]) -> None:
             setattr(chunk.config, f"{name}_func", None)
 
 
+def drop_training_buffers(chunks: Sequence[nn.Module]) -> None:
+    """Takes the engine's gradients and main parameters from parameters, which the user may keep.
+
+    The next DDP and optimizer of the same parameters give them new ones.
+    """
+    for chunk in chunks:
+        for param in chunk.parameters():
+            for name in ("main_grad", "main_param"):
+                vars(param).pop(name, None)
+
+
 def run_schedule(
     forward_step: ForwardStep,
     chunks: Sequence[nn.Module],
