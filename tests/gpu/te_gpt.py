@@ -68,15 +68,25 @@ def te_chunk(
     )
 
 
+def name_in_whole(chunk: Any, name: str) -> str:
+    """A parameter's name with its layer's number in the whole model instead of in the stage."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
 def fill_by_name(chunk: Any, layout: Any) -> None:
-    """Gives every parameter its part of a full tensor drawn from its name."""
+    """Gives every parameter its part of a full tensor drawn from its name in the whole model."""
     with torch.no_grad():
         for name, param in chunk.named_parameters():
             shape, dim = list(param.shape), None
             if getattr(param, "tensor_model_parallel", False):
                 dim = param.partition_dim
                 shape[dim] *= layout.tp
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(
+                zlib.crc32(name_in_whole(chunk, name).encode())
+            )
             full = (
                 torch.randn(shape, generator=generator, device="cpu") * 0.05
                 if param.dim() > 1
