@@ -125,6 +125,26 @@ def test_one_backend_alone(arguments):
     assert 0 < low <= middle <= high
 
 
+def test_what_it_takes_to_start():
+    run = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "startup.py"),
+            *("--accelerator", "cpu", "--devices", "2", "--strategy", '{"pp": 2}', "--fits", "2"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    for _, ready, first, _, whole, outside in rows:
+        assert 0 < float(first) < float(whole)
+        assert 0 < float(ready) < float(whole)
+        assert float(outside) == 0, "there is no device"
+
+
 def test_attention_prints_its_table():
     """What cannot run here is told, and the rest goes on."""
     script = str(ROOT / "benchmarks" / "attention.py")
