@@ -130,7 +130,8 @@ def test_what_it_takes_to_start():
         [
             sys.executable,
             str(ROOT / "benchmarks" / "startup.py"),
-            *("--accelerator", "cpu", "--devices", "2", "--strategy", '{"pp": 2}', "--fits", "2"),
+            *("--accelerator", "cpu", "--devices", "2", "--strategy", '{"pp": 2}'),
+            *("--fits", "2", "--unbound"),
         ],
         capture_output=True,
         text=True,
