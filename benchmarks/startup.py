@@ -5,9 +5,9 @@
 Fits of a tiny GPT, one after another: seconds from the call of ``fit`` until the first batch is
 due (process groups, model, optimizer), of the first two steps, which open what connections are
 opened by use, and of the whole; memory of the fullest device that torch's allocator does not hold
-(contexts, NCCL's buffers). With ``--unbound`` the default process group gets no ``device_id``, which
-Lightning's strategies and this one pass: torch then opens a communicator of a process group at its
-first use, and not for every group as it is made.
+(contexts, NCCL's buffers). With ``--unbound`` the default process group gets no ``device_id``,
+which Lightning's strategies and this one pass: torch then opens a communicator of a process group
+at its first use, and not for every group as it is made.
 """
 
 from __future__ import annotations
