@@ -46,7 +46,7 @@ def process_group(accelerator: str) -> Iterator[Any]:
     if accelerator == "gpu":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl")
         yield device
     else:
         from lightning_mcore._mcore.cpu import CpuAdapter

@@ -1,13 +1,13 @@
 """What it takes to start a run, and the runs after it in the same process.
 
-    python benchmarks/startup.py --devices 2 --strategy '{"pp": 2}' [--unbound]
+    python benchmarks/startup.py --devices 2 --strategy '{"pp": 2}' [--bound]
 
 Fits of a tiny GPT, one after another: seconds from the call of ``fit`` until the first batch is
 due (process groups, model, optimizer), of the first two steps, which open what connections are
 opened by use, and of the whole; memory of the fullest device that torch's allocator does not hold
-(contexts, NCCL's buffers). With ``--unbound`` the default process group gets no ``device_id``,
-which Lightning's strategies and this one pass: torch then opens a communicator of a process group
-at its first use, and not for every group as it is made.
+(contexts, NCCL's buffers). With ``--bound`` the default process group gets a ``device_id``, as from
+Lightning's own strategies: torch then opens a communicator for every process group as it is made,
+and not at its first use.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def fit(strategy: dict[str, Any], options: argparse.Namespace) -> list[float]:
 def on_rank(options: argparse.Namespace) -> list[list[float]]:
     """All fits of a rank."""
     be_quiet()
-    if options.unbound:
+    if options.bound and options.accelerator == "gpu":
         make = dist.init_process_group
 
-        def unbound(*args: Any, **kwargs: Any) -> None:
-            make(*args, **kwargs | {"device_id": None})
+        def bound(*args: Any, **kwargs: Any) -> None:
+            make(*args, **kwargs, device_id=torch.device("cuda", torch.cuda.current_device()))
 
-        dist.init_process_group = unbound
+        dist.init_process_group = bound
     return [fit(json.loads(options.strategy), options) for _ in range(options.fits)]
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     add("--devices", type=int, default=1)
     add("--strategy", default="{}", help="arguments of MCoreStrategy, as JSON")
     add("--fits", type=int, default=3)
-    add("--unbound", action="store_true")
+    add("--bound", action="store_true")
     add("--accelerator", choices=("cpu", "gpu"), default="gpu")
     options = parser.parse_args()
     ranks = run_ranks(on_rank, options.devices, options, timeout_s=60 + 60 * options.fits)

@@ -194,8 +194,10 @@ def _warm_up_pipeline(group: dist.ProcessGroup, device: torch.device) -> None:
     Unbatched P2P creates a communicator of two ranks at first use; when stages first meet in
     different orders, NCCL deadlocks (NVIDIA/Megatron-LM#5240). With two stages the engine uses the
     world group for one direction (pipeline_parallel/p2p_communication.py, _p2p_ops), so that one is
-    opened too.
+    opened too. Batched P2P uses the communicator of the whole group, which all stages must open
+    together.
     """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank()
     world = dist.group.WORLD

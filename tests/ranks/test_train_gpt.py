@@ -131,7 +131,7 @@ def test_what_it_takes_to_start():
             sys.executable,
             str(ROOT / "benchmarks" / "startup.py"),
             *("--accelerator", "cpu", "--devices", "2", "--strategy", '{"pp": 2}'),
-            *("--fits", "2", "--unbound"),
+            *("--fits", "2", "--bound"),
         ],
         capture_output=True,
         text=True,

@@ -90,9 +90,17 @@ def test_init_world_calls_a_function_of_this_signature():
     parameters = inspect.signature(fabric_distributed._init_dist_connection).parameters
     assert list(parameters)[:2] == ["cluster_environment", "torch_distributed_backend"]
     kinds = {parameter.kind for parameter in parameters.values()}
-    assert inspect.Parameter.VAR_KEYWORD in kinds  # timeout= and device_id= go through to torch
+    assert inspect.Parameter.VAR_KEYWORD in kinds  # timeout= goes through to torch
     default = fabric_distributed._get_default_process_group_backend_for_device
     assert default(torch.device("cpu")) == "gloo"
+
+
+def test_no_device_is_bound_to_the_world(monkeypatch):
+    """It would open a communicator of all ranks for every group that the engine makes."""
+    given = []
+    monkeypatch.setattr(_lightning, "_init_dist_connection", lambda *_, **more: given.append(more))
+    assert _lightning.init_world(None, torch.device("cuda", 0), "nccl", 60.0) == "nccl"
+    assert [set(more) for more in given] == [{"timeout"}]
 
 
 def test_reduce_tensor_without_a_process_group_returns_it():
