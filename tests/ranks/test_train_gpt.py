@@ -104,19 +104,16 @@ def test_what_cannot_run_is_told_and_the_rest_goes_on(measured):
     assert run.returncode == 1
 
 
+def on_cpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What became of another script of the benchmarks."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--accelerator", "cpu"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize("arguments", [["lightning-mcore", "--without-room"], ["mcore-raw"]])
 def test_one_backend_alone(arguments):
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "benchmarks" / "alone.py"),
-            *("--model", "tiny", "--accelerator", "cpu", "--microbatches", "2"),
-            *("--warmup", "1", "--blocks", "3", "--steps", "2", "--backend", *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    sizes = ("--model", "tiny", "--microbatches", "2", "--warmup", "1", "--blocks", "3")
+    run = on_cpu("alone.py", *sizes, "--steps", "2", "--backend", *arguments)
     room = ", without room for frames" if "--without-room" in arguments else ""
     form = rf"{arguments[0]}, tiny{room}: ([.\d]+) ms per step \[([.\d]+), ([.\d]+)\], processor"
     found = re.search(form, run.stdout)
@@ -126,17 +123,7 @@ def test_one_backend_alone(arguments):
 
 
 def test_what_it_takes_to_start():
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "benchmarks" / "startup.py"),
-            *("--accelerator", "cpu", "--devices", "2", "--strategy", '{"pp": 2}'),
-            *("--fits", "2", "--bound"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = on_cpu("startup.py", "--devices", "2", "--strategy", '{"pp": 2}', "--fits", "2")
     assert run.returncode == 0, run.stderr
     rows = re.findall(r"^\| (\d) \| " + " \\| ".join([r"([.\d]+)"] * 5) + r" \|$", run.stdout, re.M)
     assert [row[0] for row in rows] == ["1", "2"], run.stdout
@@ -148,14 +135,8 @@ def test_what_it_takes_to_start():
 
 def test_attention_prints_its_table():
     """What cannot run here is told, and the rest goes on."""
-    script = str(ROOT / "benchmarks" / "attention.py")
     sizes = ("--heads", "4", "--groups", "2", "--dim", "16", "--seq", "32", "--calls", "2")
-    run = subprocess.run(
-        [sys.executable, script, "--accelerator", "cpu", *sizes],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    run = on_cpu("attention.py", *sizes)
     assert run.returncode == 0, run.stderr
     rows = [line.split(" | ") for line in run.stdout.splitlines() if line.startswith("| sdpa")]
     assert len(rows) == 4
