@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_mcore import testing
 from lightning_mcore.errors import ConfigurationError, MCoreError
 from lightning_mcore.testing import RankError, RankTimeout, run_ranks
 
@@ -327,6 +328,33 @@ def test_time_is_up_names_ranks_and_places():
     assert "in the_line_that_hangs" in text
     assert "in hang_on_rank_1" in text
     assert "[rank 0] started" in text
+
+
+class Hesitant:
+    """In place of a rank: its stack comes in two parts."""
+
+    def __init__(self):
+        self.stack = b""
+        self.end, self.pipe = os.pipe()
+
+    def write(self):
+        os.write(self.pipe, b"Current thread\n")
+        time.sleep(0.3)
+        os.write(self.pipe, b'  File "x.py", line 1 in hangs\n')
+
+    def open_ends(self):
+        return [self.end]
+
+    def receive(self, ready):
+        if self.end in ready:
+            self.stack += os.read(self.end, 4096)
+
+
+def test_a_stack_is_read_to_its_end():
+    rank = Hesitant()
+    threading.Thread(target=rank.write).start()
+    testing._receive_stacks([rank], [rank])
+    assert rank.stack.splitlines() == [b"Current thread", b'  File "x.py", line 1 in hangs']
 
 
 def test_a_collective_that_waits_for_ever_is_located():

@@ -43,6 +43,8 @@ GRACE_S = 1.0
 """After the first failure, time for other ranks to fail on their own."""
 STACKS_S = 2.0
 """After the time is up, time for ranks to say where they are."""
+QUIET_S = 0.5
+"""Without another line of a stack, after which it is taken for whole."""
 
 
 class RankError(MCoreError):
@@ -193,6 +195,16 @@ def _receive(ranks: list[Rank], until_s: float) -> bool:
     return True
 
 
+def _receive_stacks(ranks: list[Rank], late: list[Rank]) -> None:
+    """Waits for stacks, which faulthandler writes line by line and does not end: for silence."""
+    until_s = quiet_s = time.monotonic() + STACKS_S
+    lengths: list[int] = []
+    while _receive(ranks, quiet_s):
+        before, lengths = lengths, [len(rank.stack) for rank in late]
+        if all(lengths) and lengths != before:
+            quiet_s = min(until_s, time.monotonic() + QUIET_S)
+
+
 def _rank_error(ranks: list[Rank], start_s: float) -> RankError:
     # A death is noticed after the errors that it causes in others, and reported as none of them.
     head_start_s = GRACE_S / 2
@@ -216,10 +228,7 @@ def _rank_timeout(ranks: list[Rank], timeout_s: float) -> RankTimeout:
     late = [rank for rank in ranks if rank.running]
     for rank in late:
         rank.ask_for_stack()
-    until_s = time.monotonic() + STACKS_S
-    while not all(rank.stack for rank in late) and _receive(ranks, until_s):
-        pass
-    _receive(ranks, time.monotonic() + 0.1)  # The rest of the longer ones.
+    _receive_stacks(ranks, late)
     numbers = [rank.rank for rank in late]
     parts = [f"ranks {numbers} of {len(ranks)} had not finished after {timeout_s:g} s."]
     for rank in late:
