@@ -68,7 +68,7 @@ def te_chunk(
     )
 
 
-def name_in_whole(chunk: Any, name: str) -> str:
+def _name_in_whole(chunk: Any, name: str) -> str:
     """A parameter's name with its layer's number in the whole model instead of in the stage."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
@@ -84,9 +84,8 @@ def fill_by_name(chunk: Any, layout: Any) -> None:
             if getattr(param, "tensor_model_parallel", False):
                 dim = param.partition_dim
                 shape[dim] *= layout.tp
-            generator = torch.Generator().manual_seed(
-                zlib.crc32(name_in_whole(chunk, name).encode())
-            )
+            key = _name_in_whole(chunk, name)
+            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
             full = (
                 torch.randn(shape, generator=generator, device="cpu") * 0.05
                 if param.dim() > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from typing import Any
 
 import lightning as L
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.testing import run_ranks
 from tests.gpt import GPT, token_dataset
+from tests.gpu.te_gpt import fill_by_name
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
@@ -41,24 +41,7 @@ class SameWeights(GPT):
 
     def make_chunk(self, stage: Any, **fields: Any) -> Any:
         chunk = super().make_chunk(stage, **fields)
-        layout = self.trainer.strategy.layout
-        with torch.no_grad():
-            for name, param in chunk.named_parameters():
-                parts = name.split(".")
-                if "layers" in parts:
-                    at = parts.index("layers") + 1
-                    parts[at] = str(chunk.decoder.layers[int(parts[at])].layer_number)
-                shape, dim = list(param.shape), None
-                if getattr(param, "tensor_model_parallel", False):
-                    dim = param.partition_dim
-                    shape[dim] *= layout.tp
-                generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
-                full = (
-                    torch.randn(shape, generator=generator, device="cpu") * 0.05
-                    if param.dim() > 1
-                    else torch.full(shape, float("norm" in name and name.endswith("weight")))
-                )
-                param.copy_(full if dim is None else full.chunk(layout.tp, dim)[layout.tp_rank])
+        fill_by_name(chunk, self.trainer.strategy.layout)
         return chunk
 
 
