@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +28,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import Precision
@@ -64,14 +64,11 @@ def init_world(
     (tp=8, pp=8), most of which are never used. It would also run all unbatched transfers of a
     group on one communicator, in a row (ProcessGroupNCCL.cpp, pointToPoint).
     """
+    # Torch advises to bind one whenever somebody calls a barrier, torchmetrics for one.
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     chosen = backend or _get_default_process_group_backend_for_device(device)
     _init_dist_connection(environment, chosen, timeout=timedelta(seconds=timeout_s))
     return str(chosen)
-
-
-def reduce_tensor(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
-    """Reduces over ``group``, or returns the tensor when there is no process group."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
 def wrapped_sampler(sampler: Any) -> Any:

@@ -130,8 +130,8 @@ class SwitchRequest:
     """Sends and receives of a step in one batch. Excludes ``overlap_p2p``; ``"auto"`` follows it.
     """
     batch_p2p_sync: Auto = "auto"
-    """Waits for the whole device after each batch. Needs ``batch_p2p``; ``"auto"`` does on GPUs.
-    """
+    """Waits for the whole device after each batch. Needs ``batch_p2p``; ``"auto"`` does not, but
+    for ``comm="safe"``."""
     microbatch_group_size_per_vp_stage: int | None = None
     """Microbatches that a chunk runs in a row, at least ``pp``. ``None`` means ``pp``."""
     defer_embedding_wgrad: Auto = "auto"

@@ -118,6 +118,7 @@ class LoopStrategy(CheckpointStrategy):
             self.layout,
             device=self.root_device,
             timeout_s=self._timeout_s + MARGIN_S,
+            batched_p2p=self._switches.batch_p2p.effective,
             fields=group_fields(self._switches),
             communicators=self._switches.nccl_communicators.effective,
             graph_safe_rng=graphs,

@@ -70,6 +70,7 @@ def init_parallel_state(
     *,
     device: torch.device,
     timeout_s: float,
+    batched_p2p: bool,
     fields: Mapping[str, Any] = MappingProxyType({}),
     communicators: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     graph_safe_rng: bool = False,
@@ -83,6 +84,7 @@ def init_parallel_state(
         layout: Sizes.
         device: Of this rank.
         timeout_s: Seconds after which a collective fails.
+        batched_p2p: Whether all transfers of a pipeline run in batches.
         fields: Further arguments of the engine's ``initialize_model_parallel``.
         communicators: NCCL settings by group.
         graph_safe_rng: Whether CUDA graphs are to draw from the engine's random streams.
@@ -104,7 +106,7 @@ def init_parallel_state(
     assert world_cpu is not None
     groups = Groups(**engine_groups.engine_groups(), world_cpu=world_cpu)
     if layout.pp > 1:
-        _warm_up_pipeline(groups.pp, device)
+        _warm_up_pipeline(groups.pp, device, batched=batched_p2p)
     seed = _agree_on_seed(layout, world_cpu)
     state = ParallelState(layout, groups, seed, graph_safe_rng)
     _live.append((state, None if on_end is None else WeakMethod(on_end)))
@@ -188,16 +190,19 @@ def _agree_on_seed(layout: Layout, world_cpu: dist.ProcessGroup) -> int:
     return seed
 
 
-def _warm_up_pipeline(group: dist.ProcessGroup, device: torch.device) -> None:
+def _warm_up_pipeline(group: dist.ProcessGroup, device: torch.device, *, batched: bool) -> None:
     """Opens every connection between neighbouring stages in one fixed order.
+
+    Batched P2P uses the communicator of the whole group, which all stages must open together.
 
     Unbatched P2P creates a communicator of two ranks at first use; when stages first meet in
     different orders, NCCL deadlocks (NVIDIA/Megatron-LM#5240). With two stages the engine uses the
     world group for one direction (pipeline_parallel/p2p_communication.py, _p2p_ops), so that one is
-    opened too. Batched P2P uses the communicator of the whole group, which all stages must open
-    together.
+    opened too.
     """
     dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if batched:
+        return
     ranks = dist.get_process_group_ranks(group)
     me = dist.get_rank()
     world = dist.group.WORLD

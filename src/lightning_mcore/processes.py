@@ -191,7 +191,7 @@ class LayoutStrategy(ParallelStrategy):
         """Reduces over data parallel unless told otherwise: model-parallel peers hold copies."""
         if not isinstance(tensor, Tensor) or group is ALREADY_REDUCED:
             return tensor
-        return _lightning.reduce_tensor(tensor, group or self.groups.dp_cp, reduce_op)
+        return _reduce(tensor, group or self.groups.dp_cp, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -223,3 +223,18 @@ class LayoutStrategy(ParallelStrategy):
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
+
+
+def _reduce(tensor: Tensor, group: dist.ProcessGroup, reduce_op: Any) -> Tensor:
+    """Reduces in place, as Lightning's strategies do but without their barrier before it.
+
+    The barrier (fabric/utilities/distributed.py, _sync_ddp) holds the host until the device has
+    caught up, and of a group that was not used before torch has to guess the device.
+    """
+    mean_of_sum = False
+    if isinstance(reduce_op, str):
+        name = "AVG" if reduce_op == "mean" else reduce_op.upper()
+        mean_of_sum = name == "AVG" and dist.get_backend(group) == "gloo"
+        reduce_op = dist.ReduceOp.SUM if mean_of_sum else getattr(dist.ReduceOp, name)
+    dist.all_reduce(tensor, op=reduce_op, group=group)
+    return tensor.copy_(tensor / group.size()) if mean_of_sum else tensor

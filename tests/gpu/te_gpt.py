@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
@@ -18,15 +16,6 @@ from lightning_mcore import MCoreStrategy
 from tests.context_gpt import token_mean
 
 VOCAB, HIDDEN, LAYERS, HEADS, SEQ, BATCH, STEPS = 128, 256, 2, 4, 256, 4, 6
-
-GPUS = torch.cuda.device_count()
-HAS_TE = find_spec("transformer_engine") is not None
-
-
-def needs_gpus(count: int) -> Any:
-    """A mark that skips without so many GPUs and TransformerEngine."""
-    reason = f"needs {count} GPUs (here: {GPUS}) and TransformerEngine (here: {HAS_TE})"
-    return pytest.mark.skipif(count > GPUS or not HAS_TE, reason=reason)
 
 
 def te_chunk(

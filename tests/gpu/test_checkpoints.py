@@ -15,7 +15,8 @@ import torch
 
 from lightning_mcore.stored import StoredCheckpoint
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import te_train
 
 pytestmark = needs_gpus(1)
 

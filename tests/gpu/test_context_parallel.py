@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_mcore import Topology
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import STEPS, TEGPT, needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import STEPS, TEGPT, te_train
 
 pytestmark = [pytest.mark.slow, needs_gpus(2)]
 

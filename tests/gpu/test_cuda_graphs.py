@@ -14,7 +14,8 @@ import torch
 
 from lightning_mcore.errors import ConfigurationError
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import BATCH, LAYERS, TEGPT, needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import BATCH, LAYERS, TEGPT, te_train
 
 pytestmark = needs_gpus(1)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import LAYERS, TEGPT, needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import LAYERS, TEGPT, te_train
 
 pytestmark = pytest.mark.slow
 

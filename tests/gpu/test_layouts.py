@@ -7,17 +7,16 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.testing import run_ranks
 from tests.gpt import GPT, token_dataset
+from tests.gpu.gpus import needs_gpus
 from tests.gpu.te_gpt import fill_by_name
 
-GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
+pytestmark = needs_gpus(2, te=False)
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

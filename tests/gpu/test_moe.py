@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -18,12 +17,9 @@ from lightning_mcore import MCoreStrategy
 from lightning_mcore.experts import probe_deep_ep
 from lightning_mcore.testing import run_ranks
 from tests.gpt import GPT, SEQ, VOCAB, token_dataset
+from tests.gpu.gpus import needs_gpus
 
-GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.slow, needs_gpus(2, te=False)]
 
 
 def need(package: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mcore._mcore.chained import loss_scalers
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import needs_gpus
+from tests.gpu.gpus import needs_gpus
 from tests.ranks.test_fused_optimizers import check_equal
 from tests.ranks.test_late_norm import reading
 from tests.ranks.test_nonfinite import BAD_STEP, outcome

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import LAYERS, needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import LAYERS, te_train
 
 pytestmark = needs_gpus(1)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_mcore import MCoreStrategy
@@ -14,11 +13,11 @@ from lightning_mcore.callbacks import CommTimings, TraceExport
 from lightning_mcore.testing import run_ranks
 from lightning_mcore.timeline import StepTimes, load_timelines
 from tests.gpt import GPT, token_dataset
-from tests.gpu.te_gpt import TEGPT, needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import TEGPT, te_train
 from tests.ranks.trainers import loader
 
-GPUS = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, this machine has {GPUS}")
+pytestmark = needs_gpus(2, te=False)
 
 
 def sample(strategy: dict[str, Any], folder: str) -> tuple[list[StepTimes], str]:
@@ -68,7 +67,7 @@ def exposed(switches: dict[str, Any], group: str) -> list[tuple[float, float, in
     return [(found.exposed_us, found.busy_us, found.operations) for found in times]
 
 
-@needs_gpus(2)
+@needs_gpus(2, own=True)
 @pytest.mark.parametrize(
     ("common", "off", "on", "group"),
     [

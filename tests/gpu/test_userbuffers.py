@@ -9,9 +9,10 @@ import pytest
 
 from lightning_mcore import ConfigurationError, GemmOverlap, TPCommOverlap
 from lightning_mcore.testing import run_ranks
-from tests.gpu.te_gpt import BATCH, STEPS, TEGPT, needs_gpus, te_train
+from tests.gpu.gpus import needs_gpus
+from tests.gpu.te_gpt import BATCH, STEPS, TEGPT, te_train
 
-pytestmark = [pytest.mark.slow, needs_gpus(2)]
+pytestmark = [pytest.mark.slow, needs_gpus(2, own=True)]
 
 SPLIT = {"tp": 2, "sequence_parallel": True}
 RING = GemmOverlap(method="ring_exchange")

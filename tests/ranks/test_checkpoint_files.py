@@ -68,7 +68,9 @@ def on_rank(function):
         dist.init_process_group("gloo")
         layout = resolve_layout(ParallelSizes(**(sizes or {})), world_size, rank)
         with CpuAdapter():
-            state = init_parallel_state(layout, device=torch.device("cpu"), timeout_s=60)
+            state = init_parallel_state(
+                layout, device=torch.device("cpu"), timeout_s=60, batched_p2p=True
+            )
             seed_stage(state)
             result = function(layout, state.groups, *args, **kwargs)
             dist.barrier()

@@ -103,11 +103,6 @@ def test_no_device_is_bound_to_the_world(monkeypatch):
     assert [set(more) for more in given] == [{"timeout"}]
 
 
-def test_reduce_tensor_without_a_process_group_returns_it():
-    value = torch.tensor(3.0)
-    assert _lightning.reduce_tensor(value, None, "mean") is value
-
-
 def test_set_rank_zero_reaches_lightnings_functions():
     before = rank_zero_only.rank
     try:
