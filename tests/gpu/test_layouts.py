@@ -33,6 +33,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2vpp2flush": {"pp": 2, "vpp": 2, "overlap_p2p_warmup_flush": True, "micro_batch_size": 2},
     "pp2vpp2safe": {"pp": 2, "vpp": 2, "comm": "safe", "micro_batch_size": 2},
 }
+LARGER: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2tp2": (4, {"tp": 2, "use_distributed_optimizer": True}),
+    "tp2pp2": (4, {"tp": 2, "pp": 2, "micro_batch_size": 2}),
+    "tp2pp2vpp2": (4, {"tp": 2, "pp": 2, "vpp": 2, "overlap_p2p": True, "micro_batch_size": 2}),
+    "pp4": (4, {"pp": 4, "micro_batch_size": 2}),
+    "pp4unbatched": (4, {"pp": 4, "batch_p2p": False, "micro_batch_size": 2}),
+    "dp2tp2pp2vpp2": (8, {"tp": 2, "pp": 2, "vpp": 2, "comm": "max", "micro_batch_size": 1}),
+    "dp2pp4": (8, {"pp": 4, "use_distributed_optimizer": True, "micro_batch_size": 1}),
+    "tp4pp2": (8, {"tp": 4, "pp": 2, "micro_batch_size": 2}),
+}
+"""Ranks, and arguments of the strategy."""
+
+
+def ranks_of(layout: str) -> int:
+    """Processes that a layout takes."""
+    return LARGER[layout][0] if layout in LARGER else 2
 
 
 class SameWeights(GPT):
@@ -54,10 +70,11 @@ class Seen(L.Callback):
 
 def train(layout: str, precision: str) -> list[tuple[float, float]]:
     seen = Seen()
+    strategy = LARGER[layout][1] if layout in LARGER else LAYOUTS[layout]
     trainer = L.Trainer(
         accelerator="gpu",
-        devices=2,
-        strategy=MCoreStrategy(**LAYOUTS[layout]),
+        devices=ranks_of(layout),
+        strategy=MCoreStrategy(**strategy),
         precision=precision,
         max_steps=6,
         gradient_clip_val=1.0,
@@ -80,9 +97,18 @@ def reference() -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(name for name in LAYOUTS if name != "dp2"),
+        *(
+            pytest.param(name, marks=needs_gpus(ranks, te=False))
+            for name, (ranks, _) in LARGER.items()
+        ),
+    ],
+)
 def test_fp32_layouts_agree(layout, reference):
-    for steps in run_ranks(train, 2, layout, "32-true", timeout_s=300):
+    for steps in run_ranks(train, ranks_of(layout), layout, "32-true", timeout_s=300):
         for (loss, norm), (expected, expected_norm) in zip(steps, reference, strict=True):
             assert math.isfinite(loss)
             assert loss == pytest.approx(expected, abs=2e-5)
