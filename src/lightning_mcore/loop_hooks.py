@@ -22,6 +22,7 @@ from lightning_mcore import _lightning
 from lightning_mcore._mcore.cpu import CpuAdapter
 from lightning_mcore._mcore.cuda_graphs import graph_safe_process
 from lightning_mcore._mcore.engine import drop_training_buffers
+from lightning_mcore._mcore.moe import drop_routing_graphs
 from lightning_mcore._mcore.te_bindings import te_split_of_qkv, te_stands_in_for_apex
 from lightning_mcore._mcore.userbuffers import start_userbuffers, stop_userbuffers
 from lightning_mcore.checkpoint_hooks import CheckpointStrategy
@@ -373,6 +374,8 @@ class LoopStrategy(CheckpointStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._checked_batch = False
+        if self._run is not None:
+            drop_routing_graphs(self._run.chunks)
         try:
             self.finish_save()
             if self._failed and self._state is not None:

@@ -218,7 +218,7 @@ def trained(world_size: int) -> dict[str, list[Outcome]]:
         ({**LAYOUTS[case.layout][1], **case.switches, "micro_batch_size": 1}, case.training)
         for case in cases
     ]
-    by_rank = run_ranks(_fit_all, world_size, world_size, runs)
+    by_rank = run_ranks(_fit_all, world_size, world_size, runs, timeout_s=240)
     return {
         str(case): list(ranks)
         for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True)

@@ -95,6 +95,37 @@ def test_groups_of_earlier_trainers_are_released():
         assert counts[1] == counts[3] == counts[0]
 
 
+class Experts(NumberedGPT):
+    """Dispatchers keep the graph of their last microbatch."""
+
+    def __init__(self):
+        super().__init__(experts=4)
+
+
+def fit_experts(dispatcher):
+    """As ``fit_in_turn``, with experts on two ranks."""
+    strategy = {"ep": 2, "micro_batch_size": 1, "moe_dispatcher": dispatcher}
+    results = []
+    for _ in range(2):
+        trainer, module = make_trainer(strategy, max_steps=2), Experts()
+        trainer.fit(module, loader(numbered_tokens(8), 2))
+        mortal = {"DDP": trainer.strategy._run.chunks[0], "module": module, "Trainer": trainer}
+        mortal["parameter"] = next(module.parameters())
+        references = {name: weakref.ref(value) for name, value in mortal.items()}
+        del trainer, module, mortal
+        gc.collect()
+        alive = [name for name, value in references.items() if value() is not None]
+        results.append((alive, len(os.listdir("/proc/self/fd"))))
+    return results
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_runs_of_experts_are_freed(dispatcher):
+    for (alive, files), (alive_then, files_then) in run_ranks(fit_experts, 2, dispatcher):
+        assert alive == alive_then == []
+        assert abs(files_then - files) < 40  # the groups of one run take about 80
+
+
 def test_runs_are_freed_where_the_user_keeps_a_graph():
     """A graph holds the engine's hooks; what it held is freed by a second collection."""
     modules = (NumberedGPT, KeepsGraph, KeepsGraph)

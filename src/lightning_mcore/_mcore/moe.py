@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from lightning_mcore._mcore.chained import is_expert
 from lightning_mcore._mcore.engine import engine_version
@@ -130,6 +131,30 @@ def _tracked() -> list[tuple[str, Tensor, Any, bool]]:
         (n, e["values"], e.get("reduce_group"), bool(e.get("reduce_group_has_dp")))
         for n, e in tracker.items()
     ]
+
+
+def drop_routing_graphs(chunks: Iterable[nn.Module]) -> None:
+    """Drops the graph of the last microbatch, to which dispatchers hold on.
+
+    They keep the router's probabilities until the next forward pass
+    (transformer/moe/token_dispatcher.py, dispatch_preprocess). Its graph ends in the nodes that
+    accumulate gradients, whose hooks hold DDP and with it all chunks: a ring through C++, which
+    Python's garbage collector cannot see. The model, its gradients and its process groups would
+    stay for as long as the process runs.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            for dispatcher in list(vars(module).values()):
+                if isinstance(dispatcher, MoETokenDispatcher):
+                    # DeepEP's and HybridEP's state is in an object of its own.
+                    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                        _drop_graphs(holder)
+
+
+def _drop_graphs(holder: Any) -> None:
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            setattr(holder, name, None)
 
 
 def has_schedule_plan(chunk: nn.Module) -> bool:
