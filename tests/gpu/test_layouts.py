@@ -32,23 +32,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2unbatched": {"pp": 2, "batch_p2p": False, "micro_batch_size": 2},
     "pp2vpp2flush": {"pp": 2, "vpp": 2, "overlap_p2p_warmup_flush": True, "micro_batch_size": 2},
     "pp2vpp2safe": {"pp": 2, "vpp": 2, "comm": "safe", "micro_batch_size": 2},
+    "dp2tp2": {"tp": 2, "use_distributed_optimizer": True},
+    "tp2pp2": {"tp": 2, "pp": 2, "micro_batch_size": 2},
+    "tp2pp2vpp2": {"tp": 2, "pp": 2, "vpp": 2, "overlap_p2p": True, "micro_batch_size": 2},
+    "pp4": {"pp": 4, "micro_batch_size": 2},
+    "pp4unbatched": {"pp": 4, "batch_p2p": False, "micro_batch_size": 2},
+    "dp2tp2pp2vpp2": {"tp": 2, "pp": 2, "vpp": 2, "comm": "max", "micro_batch_size": 1},
+    "dp2pp4": {"pp": 4, "use_distributed_optimizer": True, "micro_batch_size": 1},
+    "tp4pp2": {"tp": 4, "pp": 2, "micro_batch_size": 2},
 }
-LARGER: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2tp2": (4, {"tp": 2, "use_distributed_optimizer": True}),
-    "tp2pp2": (4, {"tp": 2, "pp": 2, "micro_batch_size": 2}),
-    "tp2pp2vpp2": (4, {"tp": 2, "pp": 2, "vpp": 2, "overlap_p2p": True, "micro_batch_size": 2}),
-    "pp4": (4, {"pp": 4, "micro_batch_size": 2}),
-    "pp4unbatched": (4, {"pp": 4, "batch_p2p": False, "micro_batch_size": 2}),
-    "dp2tp2pp2vpp2": (8, {"tp": 2, "pp": 2, "vpp": 2, "comm": "max", "micro_batch_size": 1}),
-    "dp2pp4": (8, {"pp": 4, "use_distributed_optimizer": True, "micro_batch_size": 1}),
-    "tp4pp2": (8, {"tp": 4, "pp": 2, "micro_batch_size": 2}),
-}
-"""Ranks, and arguments of the strategy."""
 
 
 def ranks_of(layout: str) -> int:
     """Processes that a layout takes."""
-    return LARGER[layout][0] if layout in LARGER else 2
+    sizes = LAYOUTS[layout]
+    copies = 2 if layout.startswith("dp2") else 1
+    return copies * int(sizes.get("tp", 1)) * int(sizes.get("pp", 1))
 
 
 class SameWeights(GPT):
@@ -70,11 +69,10 @@ class Seen(L.Callback):
 
 def train(layout: str, precision: str) -> list[tuple[float, float]]:
     seen = Seen()
-    strategy = LARGER[layout][1] if layout in LARGER else LAYOUTS[layout]
     trainer = L.Trainer(
         accelerator="gpu",
         devices=ranks_of(layout),
-        strategy=MCoreStrategy(**strategy),
+        strategy=MCoreStrategy(**LAYOUTS[layout]),
         precision=precision,
         max_steps=6,
         gradient_clip_val=1.0,
@@ -100,11 +98,9 @@ def reference() -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        *(name for name in LAYOUTS if name != "dp2"),
-        *(
-            pytest.param(name, marks=needs_gpus(ranks, te=False))
-            for name, (ranks, _) in LARGER.items()
-        ),
+        pytest.param(name, marks=needs_gpus(ranks_of(name), te=False))
+        for name in LAYOUTS
+        if name != "dp2"
     ],
 )
 def test_fp32_layouts_agree(layout, reference):

@@ -22,6 +22,11 @@ from tests.ranks.trainers import (
     numbered_tokens,
 )
 
+STRATEGIES = SIZES | {
+    name: {"ep": 2, "micro_batch_size": 1, "moe_dispatcher": name}
+    for name in ("alltoall", "allgather")
+}
+
 
 class KeepsGraph(NumberedGPT):
     """Keeps the latest loss with its autograd graph, as users do by mistake."""
@@ -35,7 +40,7 @@ def fit_once(layout, module):
     """What a Trainer saw, and weak references to what must not outlive it."""
     original = torch.Tensor.cuda, torch.Tensor.type
     recorder = Recorder()
-    trainer = make_trainer(SIZES[layout], callbacks=[recorder])
+    trainer = make_trainer(STRATEGIES[layout], callbacks=[recorder])
     trainer.fit(module, loader(numbered_tokens(4) * 4, 4))
     strategy = trainer.strategy
     sizes, switches, run = strategy.layout, strategy.switches, strategy._run
@@ -102,28 +107,11 @@ class Experts(NumberedGPT):
         super().__init__(experts=4)
 
 
-def fit_experts(dispatcher):
-    """As ``fit_in_turn``, with experts on two ranks."""
-    strategy = {"ep": 2, "micro_batch_size": 1, "moe_dispatcher": dispatcher}
-    results = []
-    for _ in range(2):
-        trainer, module = make_trainer(strategy, max_steps=2), Experts()
-        trainer.fit(module, loader(numbered_tokens(8), 2))
-        mortal = {"DDP": trainer.strategy._run.chunks[0], "module": module, "Trainer": trainer}
-        mortal["parameter"] = next(module.parameters())
-        references = {name: weakref.ref(value) for name, value in mortal.items()}
-        del trainer, module, mortal
-        gc.collect()
-        alive = [name for name, value in references.items() if value() is not None]
-        results.append((alive, len(os.listdir("/proc/self/fd"))))
-    return results
-
-
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_runs_of_experts_are_freed(dispatcher):
-    for (alive, files), (alive_then, files_then) in run_ranks(fit_experts, 2, dispatcher):
-        assert alive == alive_then == []
-        assert abs(files_then - files) < 40  # the groups of one run take about 80
+    for first, second in run_ranks(fit_in_turn, 2, [dispatcher] * 2, (Experts,)):
+        assert first["alive"] == second["alive"] == []
+        assert abs(second["files"] - first["files"]) < 40  # the groups of one run take about 80
 
 
 def test_runs_are_freed_where_the_user_keeps_a_graph():

@@ -15,22 +15,21 @@ from tests.ranks.trainers import Blocks, loader, make_trainer, numbered_rows
 @contextmanager
 def recording(*names):
     """Calls of functions of torch.distributed: name and, of transfers, the other rank."""
-    calls, real = [], {name: getattr(dist, name) for name in names}
+    calls = []
 
     def recorder(name):
+        real = getattr(dist, name)
+
         def call(*args, **kwargs):
             calls.append((name, args[1] if name in {"send", "recv"} else None))
-            return real[name](*args, **kwargs)
+            return real(*args, **kwargs)
 
         return call
 
-    for name in names:
-        setattr(dist, name, recorder(name))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, recorder(name))
         yield calls
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
 
 
 def opened(strategy):

@@ -142,19 +142,15 @@ def drop_routing_graphs(chunks: Iterable[nn.Module]) -> None:
     Python's garbage collector cannot see. The model, its gradients and its process groups would
     stay for as long as the process runs.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            for dispatcher in list(vars(module).values()):
-                if isinstance(dispatcher, MoETokenDispatcher):
-                    # DeepEP's and HybridEP's state is in an object of its own.
-                    for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
-                        _drop_graphs(holder)
-
-
-def _drop_graphs(holder: Any) -> None:
-    for name, value in getattr(holder, "__dict__", {}).items():
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            setattr(holder, name, None)
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    fields = [value for module in modules for value in vars(module).values()]
+    dispatchers = [field for field in fields if isinstance(field, MoETokenDispatcher)]
+    # DeepEP's and HybridEP's state is in an object of its own.
+    managers = [each._comm_manager for each in dispatchers if hasattr(each, "_comm_manager")]
+    for holder in (*dispatchers, *managers):
+        for name, value in vars(holder).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(holder, name, None)
 
 
 def has_schedule_plan(chunk: nn.Module) -> bool:
